@@ -1,0 +1,1 @@
+"""The typed, validated schema of everything in `configs/`."""

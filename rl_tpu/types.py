@@ -1,0 +1,154 @@
+"""The records that travel between the rooms of the house. Plain data: no Ray, no engine, no model.
+
+Tokens in, tokens out: ids that the engine sampled are never decoded and encoded again on their way to the trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+IGNORE_INDEX = -100
+"""Label of a position that predicts nothing (last token of a sample, padding)."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem, already rendered and tokenized.
+
+    ``id`` is stable over runs (source and position), ``ids`` are the prompt's token ids (generation prompt included),
+    ``answer`` is whatever the reward compares with, ``messages`` the chat turns the ids were rendered from,
+    ``metadata`` the other fields of the row (for rewards and dumps).
+    """
+
+    id: str
+    ids: tuple[int, ...]
+    answer: Any
+    messages: tuple[dict[str, str], ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the engine draws tokens. ``top_k`` -1 and ``top_p`` 1 leave the distribution whole; temperature 0 is greedy."""
+
+    max_response_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Response tokens ``start:end`` (end exclusive) were sampled under policy ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returned for one sample of one request.
+
+    ``response_ids`` and ``logprobs`` have equal length; a log-probability is taken under the distribution the token was
+    sampled from. ``finish_reason`` is ``stop`` (an end token, included in the ids), ``length`` or ``abort``.
+    """
+
+    response_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    spans: list[VersionSpan]
+    cached_prompt_tokens: int = 0
+
+
+@dataclass
+class Sample:
+    """One answer to a prompt, as the trainer learns from it.
+
+    ``response_ids``, ``loss_mask`` and ``logprobs`` have equal length. ``loss_mask`` is 1 where the policy wrote the
+    token and 0 where an environment did. ``reward_parts`` are the named terms that add up to ``reward``.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    spans: list[VersionSpan]
+    finish_reason: str
+    text: str = ""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_error: str | None = None
+    """Why the reward could not be computed (time-out, exception, crash); the reward is then the configured one."""
+    advantage: float = 0.0
+
+    @property
+    def oldest_version(self) -> int:
+        return min(span.version for span in self.spans)
+
+    @property
+    def newest_version(self) -> int:
+        return max(span.version for span in self.spans)
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Group:
+    """All samples of one prompt. ``index`` counts the groups of a run in the order their prompts were drawn."""
+
+    index: int
+    prompt: Prompt
+    samples: list[Sample]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [sample.reward for sample in self.samples]
+
+
+@dataclass
+class PackedBatch:
+    """Samples laid side by side in rows of one length L, R rows in all. Position t predicts token t+1.
+
+    input_ids        [R, L] int64    tokens; padding is a trailing document of its own
+    positions        [R, L] int64    restart at 0 with every sample: this is what marks the documents of a row
+    segment_ids      [R, L] int64    1, 2, ... per sample of the row, 0 for padding
+    labels           [R, L] int64    the next token of the same sample, else IGNORE_INDEX
+    loss_mask        [R, L] float32  1 where the predicted token was written by the policy
+    sampler_logprobs [R, L] float32  the engine's log-probability of the predicted token (0 where masked)
+    advantages       [R, L] float32  the sample's advantage, repeated over its predicted tokens (0 where masked)
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    segment_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    advantages: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def row_tokens(self) -> int:
+        return self.input_ids.shape[1]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(vars(self))
+
+    def select(self, rows: slice | list[int]) -> PackedBatch:
+        """The given rows as a batch of their own."""
+        return PackedBatch(**{name: tensor[rows] for name, tensor in self.tensors().items()})
