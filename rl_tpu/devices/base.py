@@ -1,0 +1,111 @@
+"""What every kind of device answers; the kinds differ only in the classes beside this file."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of the device's memory: in use by this process, its peak so far, and in all. None where nothing tells."""
+
+    used_bytes: int | None
+    peak_bytes: int | None
+    total_bytes: int | None
+
+
+class Device(ABC):
+    """One kind of accelerator: how its processes are placed, launched and joined, and what torch calls it.
+
+    Nothing here starts the accelerator's runtime at import: the driver asks these questions on a machine without one.
+    """
+
+    name: ClassVar[str]
+    """torch's device type and the value of `cluster.device`."""
+    distributed_backend: ClassVar[str]
+    """Backend string for `torch.distributed`; host tensors (metadata of checkpoints) always go through gloo."""
+    optimizer_implementation: ClassVar[str]
+    """The fastest implementation torchtitan's optimizer container can use: `fused`, `foreach` or `for-loop`."""
+    needs_sum_reduction: ClassVar[bool]
+    """The backend has no pre-multiplied sum, so FSDP must reduce gradients with the plain one (equal here)."""
+    chip_resource: ClassVar[str | None]
+    """Ray's resource name of one chip; None where a chip is only a share of the cores."""
+
+    @abstractmethod
+    def torch_device(self, local_rank: int) -> torch.device:
+        """The device that the process with this local rank computes on."""
+
+    @abstractmethod
+    def memory(self) -> MemoryUse:
+        """Memory of the current process's device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return once everything launched on the device has finished."""
+
+    @abstractmethod
+    def torchtitan_module(self) -> Any:
+        """The object torchtitan asks for device counts and synchronisation."""
+
+    def ray_resources(self, chips: float, cpus_per_chip: float) -> dict[str, float]:
+        """Resources of a Ray bundle that holds so many chips. A fraction of a chip is one of its several devices."""
+        resources = {"CPU": chips * cpus_per_chip}
+        if self.chip_resource:
+            resources[self.chip_resource] = chips
+        return resources
+
+    def ray_options(self, chips: float, cpus_per_chip: float) -> dict[str, Any]:
+        """The same request as keyword arguments of Ray's `.options()`."""
+        resources = self.ray_resources(chips, cpus_per_chip)
+        return {
+            "num_cpus": resources.pop("CPU"),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources or None,
+        }
+
+    def rank_environment(
+        self,
+        *,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        local_world_size: int,
+        threads: int,
+        master_address: str,
+        master_port: int,
+        chips: Sequence[int] = (),
+        devices_per_chip: int = 1,
+        peers: Sequence[str] = (),
+    ) -> dict[str, str]:
+        """Environment of one trainer rank, to be set before torch touches the device.
+
+        `chips` are the host's chips that the ranks of this host share (empty: all), `peers` one free `host:port` per
+        rank, the same list on every rank.
+        """
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "MASTER_ADDR": master_address,
+            "MASTER_PORT": str(master_port),
+            **thread_environment(threads),
+        }
+
+    def engine_environment(self, threads: int, chips: Sequence[int] = ()) -> dict[str, str]:
+        """Environment of one engine process; `chips` are the host's chips it may use (empty: all)."""
+        return thread_environment(threads)
+
+    def engine_options(self) -> dict[str, Any]:
+        """SGLang server arguments that depend on the device."""
+        return {}
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Limits of every thread pool that numerical libraries open."""
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
