@@ -1,0 +1,98 @@
+"""Rules between settings. Each finding is a sentence with the numbers, so that the reader sees which one to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_tpu.config.schema import PromptSourceConfig, RunConfig
+
+
+def broken_rules(config: RunConfig) -> list[str]:
+    """Everything in `config` that cannot work together; empty if all is well."""
+    return [*_batches(config), *_lengths(config), *_chips(config), *_sources(config), *_schedule(config)]
+
+
+def _batches(config: RunConfig) -> Iterator[str]:
+    rollout, samples, ranks = config.rollout, config.samples_per_step, config.trainer_ranks
+    minibatches = config.algorithm.minibatches
+    shape = f"rollout.prompts_per_step {rollout.prompts_per_step} x samples_per_prompt {rollout.samples_per_prompt}"
+    if samples % (minibatches * ranks):
+        yield (
+            f"{shape} = {samples} samples are not divisible by algorithm.minibatches {minibatches} x trainer ranks {ranks}"
+            f" = {minibatches * ranks}"
+        )
+
+
+def _lengths(config: RunConfig) -> Iterator[str]:
+    rollout, rows = config.rollout, config.trainer.row_tokens
+    lengths = f"data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_response_tokens"
+    if rows != sorted(set(rows)):
+        yield f"trainer.row_tokens {rows} must ascend without repetition"
+    if config.max_sample_tokens > max(rows):
+        yield (
+            f"{lengths} {rollout.max_response_tokens} = {config.max_sample_tokens} tokens do not fit the longest row"
+            f" of trainer.row_tokens, {max(rows)}"
+        )
+    responses = {"rollout.max_response_tokens": rollout.max_response_tokens}
+    for name, evaluation in config.evaluation.sets.items():
+        if evaluation.max_response_tokens is not None:
+            responses[f"evaluation.sets.{name}.max_response_tokens"] = evaluation.max_response_tokens
+    for name, tokens in responses.items():
+        total = config.data.max_prompt_tokens + tokens
+        if total > rollout.context_tokens:
+            yield (
+                f"data.max_prompt_tokens {config.data.max_prompt_tokens} + {name} {tokens} = {total} tokens exceed"
+                f" rollout.context_tokens {rollout.context_tokens}"
+            )
+    if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < rollout.context_tokens:
+        yield (
+            f"rollout.kv_cache_tokens {rollout.kv_cache_tokens} hold less than one sample of rollout.context_tokens"
+            f" {rollout.context_tokens}"
+        )
+    if config.algorithm.overlong_buffer_tokens >= rollout.max_response_tokens:
+        yield (
+            f"algorithm.overlong_buffer_tokens {config.algorithm.overlong_buffer_tokens} must be less than"
+            f" rollout.max_response_tokens {rollout.max_response_tokens}"
+        )
+
+
+def _chips(config: RunConfig) -> Iterator[str]:
+    cluster, rollout = config.cluster, config.rollout
+    chips = cluster.hosts * cluster.chips_per_host
+    wanted = cluster.trainer_chips + cluster.rollout_chips
+    if wanted > chips:
+        yield (
+            f"cluster.trainer_chips {cluster.trainer_chips} + rollout_chips {cluster.rollout_chips} = {wanted} chips,"
+            f" but {cluster.hosts} host(s) x chips_per_host {cluster.chips_per_host} = {chips}"
+        )
+    devices = cluster.rollout_chips * cluster.devices_per_chip
+    used = rollout.engines * rollout.tensor_parallel
+    if used != devices:
+        yield (
+            f"rollout.engines {rollout.engines} x tensor_parallel {rollout.tensor_parallel} = {used} devices, but"
+            f" cluster.rollout_chips {cluster.rollout_chips} x devices_per_chip {cluster.devices_per_chip} = {devices}"
+        )
+
+
+def _sources(config: RunConfig) -> Iterator[str]:
+    yield from _source("data.train", config.data.train)
+    for name, evaluation in config.evaluation.sets.items():
+        yield from _source(f"evaluation.sets.{name}.source", evaluation.source)
+
+
+def _source(where: str, source: PromptSourceConfig) -> Iterator[str]:
+    if source.kind == "file" and not source.path:
+        yield f"{where}.path is required for kind=file"
+    if source.kind == "reasoning_gym" and not (source.task and source.size):
+        yield f"{where}.task and {where}.size are required for kind=reasoning_gym"
+    if "{prompt}" not in source.template:
+        yield f"{where}.template {source.template!r} must contain {{prompt}}"
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    updates = config.trainer.steps * config.algorithm.minibatches
+    if config.trainer.optimizer.warmup_steps > updates:
+        yield (
+            f"trainer.optimizer.warmup_steps {config.trainer.optimizer.warmup_steps} exceed the run's {updates} optimizer"
+            f" steps (trainer.steps {config.trainer.steps} x algorithm.minibatches {config.algorithm.minibatches})"
+        )

@@ -1,0 +1,83 @@
+"""Everything a run reads, found and checked before anything starts: model directory, tokenizer, prompts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from rl_tpu.config.compose import find_file
+from rl_tpu.config.schema import ModelConfig, PromptSourceConfig, RunConfig
+from rl_tpu.data import PromptSet, load_prompts, load_tokenizer
+from rl_tpu.errors import RunError, UserError
+from rl_tpu.orchestrator.evaluation import EvalSet
+
+
+@dataclass
+class Inputs:
+    """What a run reads."""
+
+    model_dir: Path
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptSet
+    eval_sets: list[EvalSet]
+
+
+def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
+    """Find the model (making it if the configuration says how) and load every prompt.
+
+    Raises:
+        UserError: a file is missing or unreadable, a row is broken, a model directory is incomplete.
+        RunError: the script that makes the model failed.
+    """
+    model_dir = _model_directory(config.model)
+    tokenizer = load_tokenizer(model_dir)
+    _check_context(config, model_dir)
+    train = _load(config, config.data.train, tokenizer) if training else PromptSet([], 0)
+    sets = [
+        EvalSet(name, chosen, _load(config, chosen.source, tokenizer).prompts)
+        for name, chosen in config.evaluation.sets.items()
+    ]
+    return Inputs(model_dir, tokenizer, train, sets)
+
+
+def missing_files(config: RunConfig) -> list[str]:
+    """Files the configuration names that are not on this machine (for a dry run), as `what: path`."""
+    files = {"model": config.model.path}
+    sources = {"data.train": config.data.train}
+    sources |= {f"evaluation.sets.{name}": chosen.source for name, chosen in config.evaluation.sets.items()}
+    files |= {name: source.path for name, source in sources.items() if source.path}
+    return [f"{name}: {path}" for name, path in files.items() if not find_file(path).exists()]
+
+
+def _load(config: RunConfig, source: PromptSourceConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    return load_prompts(
+        source, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens, too_long=config.data.too_long
+    )
+
+
+def _model_directory(model: ModelConfig) -> Path:
+    path = Path(model.path).expanduser().resolve()
+    if path.exists() or model.make is None:
+        return path
+    script = find_file(model.make)
+    if not script.is_file():
+        raise UserError(f"model.make={model.make!r} is no file in the working directory nor in the package")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run([sys.executable, str(script), "--out", str(path)], check=False)
+    if done.returncode != 0 or not path.exists():
+        raise RunError(f"{model.make} --out {path} ended with exit code {done.returncode}; its output is above")
+    return path
+
+
+def _check_context(config: RunConfig, model_dir: Path) -> None:
+    limit = json.loads((model_dir / "config.json").read_text()).get("max_position_embeddings")
+    if limit is not None and config.rollout.context_tokens > limit:
+        raise UserError(
+            f"rollout.context_tokens {config.rollout.context_tokens} exceed the model's max_position_embeddings {limit}"
+            f" ({model_dir / 'config.json'})"
+        )

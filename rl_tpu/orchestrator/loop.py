@@ -1,0 +1,170 @@
+"""The loop, readable from end to end: write answers, learn from them, carry the new policy to the engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_tpu.algorithms.advantages import group_advantages
+from rl_tpu.algorithms.overlong import soft_overlong_penalty
+from rl_tpu.config.schema import RunConfig
+from rl_tpu.environments import Environment
+from rl_tpu.errors import RunError
+from rl_tpu.orchestrator.collector import Collector
+from rl_tpu.orchestrator.evaluation import EvalSet, evaluate
+from rl_tpu.orchestrator.interrupt import Interrupt
+from rl_tpu.orchestrator.state import Checkpoints
+from rl_tpu.rewards import RewardService
+from rl_tpu.rollout.fleet import Fleet
+from rl_tpu.tracking import Timer, Tracker, rollout_metrics
+from rl_tpu.trainer.group import TrainerGroup
+from rl_tpu.trainer.packing import pack
+from rl_tpu.types import Group, PackedBatch, Prompt, Sample, SamplingParams
+
+
+@dataclass
+class Run:
+    """The parts of a running job.
+
+    ``step`` counts finished updates, which is also the version of the policy that the trainer holds: step s turns policy
+    version s into version s + 1.
+    """
+
+    config: RunConfig
+    trainer: TrainerGroup
+    fleet: Fleet
+    collector: Collector
+    environment: Environment
+    rewards: RewardService
+    eval_sets: list[EvalSet]
+    tracker: Tracker
+    timer: Timer
+    checkpoints: Checkpoints
+    interrupt: Interrupt
+    step: int = 0
+    saved_step: int = -1
+    evaluations: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """Metrics of every evaluation set: ``before`` the first step and ``after`` the newest one evaluated."""
+
+
+async def train(run: Run) -> None:
+    """All steps that remain.
+
+    Raises:
+        Interrupted: a signal came; a checkpoint of the last whole step is written.
+        RunError: a part failed; a checkpoint is written if the trainer still answers.
+    """
+    config = run.config
+    position = run.collector.state()
+    try:
+        await synchronise(run)
+        if run.step == 0:
+            await run.interrupt.guard(evaluation(run, "before"))
+        run.collector.advance(run.step)
+
+        while run.step < config.trainer.steps:
+            with run.timer("step"):
+                with run.timer("generate"):
+                    groups = await run.interrupt.guard(run.collector.batch(run.step))
+                shape_rewards(groups, config)
+                metrics = rollout_metrics(groups, run.step) | {"rollout/dropped_groups": float(run.collector.dropped)}
+                with run.timer("train"):
+                    metrics |= await run.trainer.update(minibatches(groups, config))
+                run.step += 1
+                position = run.collector.state()
+                with run.timer("sync"):
+                    metrics |= await synchronise(run)
+                run.collector.advance(run.step)
+            run.tracker.step(run.step - 1, metrics, groups, run.timer)
+
+            last = run.step == config.trainer.steps
+            if last or due(run.step, config.evaluation.every_steps):
+                await run.interrupt.guard(evaluation(run, "after"))
+            if last or due(run.step, config.trainer.checkpoint.every_steps):
+                await save(run, position)
+            run.interrupt.check()
+    except Exception:
+        if run.step > run.saved_step:
+            await save_what_was_paid_for(run, position)
+        raise
+
+
+async def synchronise(run: Run) -> dict[str, float]:
+    """Carry the trainer's policy to every engine; on request compare what the engines then hold with the trainer."""
+    handle = await run.trainer.publish(run.step)
+    metrics = await run.fleet.update_weights(handle, run.step)
+    if run.config.weight_sync.check_engine_weights:
+        metrics["sync/checked_engines"] = await run.fleet.check_weights(await run.trainer.full_tensors())
+    return metrics
+
+
+async def evaluation(run: Run, moment: str) -> None:
+    """Score every evaluation set and record the result as ``before`` or ``after``."""
+    if not run.eval_sets:
+        return
+    with run.timer("evaluate"):
+        results = await evaluate(run.eval_sets, run.config, run.environment, run.fleet.generate, run.rewards)
+    run.evaluations[moment] = {name: result.metrics for name, result in results.items()}
+    run.tracker.evaluation(run.step, run.step, run.evaluations[moment])
+
+
+async def answer(run: Run, prompt: Prompt) -> Group:
+    """Have a prompt answered and scored: what the collector does with every prompt it draws."""
+    rollout = run.config.rollout
+    params = SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+    samples = await run.environment.run(prompt, rollout.samples_per_prompt, params, run.fleet.generate)
+    await run.rewards.score(prompt, samples)
+    return Group(-1, prompt, samples)
+
+
+def shape_rewards(groups: list[Group], config: RunConfig) -> None:
+    """Subtract the soft overlong penalty, then turn rewards into advantages within each group."""
+    for group in groups:
+        if config.algorithm.overlong_buffer_tokens:
+            for sample in group.samples:
+                add_overlong_penalty(sample, config)
+        advantages = group_advantages(group.rewards, config.algorithm.advantage)
+        for sample, advantage in zip(group.samples, advantages, strict=True):
+            sample.advantage = advantage
+
+
+def add_overlong_penalty(sample: Sample, config: RunConfig) -> None:
+    penalty = soft_overlong_penalty(
+        len(sample.response_ids),
+        config.rollout.max_response_tokens,
+        config.algorithm.overlong_buffer_tokens,
+        config.algorithm.overlong_penalty,
+    )
+    sample.reward_parts["overlong"] = penalty
+    sample.reward += penalty
+
+
+def minibatches(groups: list[Group], config: RunConfig) -> list[PackedBatch]:
+    """The step's samples cut into parts of equal sample count, each packed into rows."""
+    samples = [sample for group in groups for sample in group.samples]
+    size = len(samples) // config.algorithm.minibatches
+    parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+    trainer = config.trainer
+    return [pack(part, trainer.row_tokens, config.trainer_ranks, trainer.rows_per_microbatch) for part in parts]
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+async def save(run: Run, position: dict[str, Any]) -> Path:
+    """Write a checkpoint. ``position`` is the collector's state right after the last update."""
+    state = {"collector": position, "evaluations": run.evaluations}
+    with run.timer("checkpoint"):
+        path = await run.checkpoints.save(run.step, state, run.trainer.save)
+    run.saved_step = run.step
+    return path
+
+
+async def save_what_was_paid_for(run: Run, position: dict[str, Any]) -> None:
+    """A checkpoint on the way out of a broken or interrupted run, unless the trainer is what broke."""
+    try:
+        await save(run, position)
+    except (RunError, OSError) as error:
+        run.tracker.message(f"step {run.step} could not be saved: {error}")

@@ -1,0 +1,98 @@
+"""Checkpoints of the whole run: trainer and driver state in one directory that exists only when it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rl_tpu.errors import UserError
+from rl_tpu.types import Group, Prompt, Sample, VersionSpan
+
+FORMAT = 1
+PREFIX = "step-"
+
+
+class Checkpoints:
+    """The directory ``checkpoints/`` of a run: ``step-000010/{trainer/, state.json}``."""
+
+    def __init__(self, directory: Path, keep: int):
+        self.directory = directory
+        self.keep = keep
+
+    async def save(self, step: int, state: dict[str, Any], save_trainer: Callable[[Path], Awaitable[None]]) -> Path:
+        """Write step `step` under a temporary name, rename it when every byte is on disk, delete the oldest ones."""
+        target = self.directory / f"{PREFIX}{step:06d}"
+        partial = self.directory / f".{target.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        await save_trainer(partial / "trainer")
+        with open(partial / "state.json", "w") as file:
+            json.dump({"format": FORMAT, "step": step, **_encode(state)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        _sync_directory(self.directory)
+        for old in self.whole()[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return target
+
+    def whole(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        found = [path for path in self.directory.glob(f"{PREFIX}*") if (path / "state.json").is_file()]
+        return sorted(found, key=lambda path: path.name)
+
+    def newest(self) -> Path | None:
+        return next(reversed(self.whole()), None)
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """The driver's part of a checkpoint.
+
+    Raises:
+        UserError: not a checkpoint of this program, or unreadable.
+    """
+    try:
+        values = json.loads((checkpoint / "state.json").read_text())
+        if values["format"] != FORMAT:
+            raise UserError(f"{checkpoint}: checkpoint format {values['format']}, this program reads {FORMAT}")
+        return _decode(values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint} is not a whole checkpoint ({type(error).__name__}: {error})") from None
+
+
+def _encode(state: dict[str, Any]) -> dict[str, Any]:
+    collector = dict(state["collector"])
+    collector["ready"] = [asdict(group) for group in collector["ready"]]
+    collector["in_flight"] = [[index, asdict(prompt)] for index, prompt in collector["in_flight"]]
+    return {**state, "collector": collector}
+
+
+def _decode(values: dict[str, Any]) -> dict[str, Any]:
+    collector = values["collector"]
+    collector["ready"] = [
+        Group(g["index"], _prompt(g["prompt"]), [_sample(sample) for sample in g["samples"]]) for g in collector["ready"]
+    ]
+    collector["in_flight"] = [(index, _prompt(prompt)) for index, prompt in collector["in_flight"]]
+    return values
+
+
+def _prompt(values: dict[str, Any]) -> Prompt:
+    return Prompt(**{**values, "ids": tuple(values["ids"]), "messages": tuple(values["messages"])})
+
+
+def _sample(values: dict[str, Any]) -> Sample:
+    return Sample(**{**values, "spans": [VersionSpan(**span) for span in values["spans"]]})
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,21 @@
+"""After a Hydra sweep (`-m`): one table and one file over its runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from rl_tpu.tracking import write_sweep_summary
+
+
+class SweepSummary(Callback):
+    """Hydra calls this when the last run of a sweep has ended."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        directory = Path(config.hydra.sweep.dir)
+        runs = sorted(path for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
+        if runs:
+            write_sweep_summary(directory, runs)
