@@ -1,0 +1,27 @@
+"""Carries every new policy from the trainer's ranks to the engines, and proves that it arrived whole."""
+
+from weight_sync.errors import CoverageError, SpaceError, StaleHandleError, VerificationError, WeightSyncError
+from weight_sync.manifest import Manifest, ManifestDiff, TensorEntry
+from weight_sync.segments import remove_segments, remove_stale_segments
+from weight_sync.transport import Handle, Received, Receiver, Sender, Shard, Transport, open_receiver, open_sender
+
+__all__ = [
+    "CoverageError",
+    "Handle",
+    "Manifest",
+    "ManifestDiff",
+    "Received",
+    "Receiver",
+    "Sender",
+    "Shard",
+    "SpaceError",
+    "StaleHandleError",
+    "TensorEntry",
+    "Transport",
+    "VerificationError",
+    "WeightSyncError",
+    "open_receiver",
+    "open_sender",
+    "remove_segments",
+    "remove_stale_segments",
+]

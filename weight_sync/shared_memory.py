@@ -1,0 +1,254 @@
+"""Weights between processes of one host, through segments in /dev/shm.
+
+Every rank writes its own regions into one segment that holds the whole tensors; engines read them where they are. There
+are two segments, so that version v+1 is written while engines still load v. Both are reserved and touched once, when
+the first version is published, and reused from then on: the first touch of memory is many times slower than a copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncError
+from weight_sync.hashing import default_threads, in_threads, xxh3_128
+from weight_sync.manifest import Manifest
+from weight_sync.receiver import view_tensors, wrong_tensors
+from weight_sync.segments import DIRECTORY, PAGE_BYTES, Segment, SegmentName, require_space
+from weight_sync.sender import Layout, Ranks, Region, hash_together, make_layout
+from weight_sync.transport import Handle, Received, Shard, Transport
+
+HASH_DIGITS = 32
+MANIFEST_SLACK_BYTES = 64
+"""Beside its hashes only the digits of the version make a manifest longer than its layout's."""
+
+
+class SharedMemorySender:
+    """One rank of a sender; ``run_id`` names the segments, all ranks are on one host.
+
+    slots    segments: 2 keep the previous version readable while the next is written, 1 saves the memory of one
+    hashes   whether to hash every tensor, which a verifying receiver needs
+    threads  for copies and hashes; default: this rank's share of the cores, at most 8
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        rank: int = 0,
+        world_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        slots: int = 2,
+        hashes: bool = True,
+        threads: int | None = None,
+    ):
+        self.manifest: Manifest | None = None
+        self.stats: dict[str, float] = {}
+        self._ranks = Ranks(rank, world_size, group)
+        self._run_id = run_id
+        self._slots = slots
+        self._hashes = hashes
+        self._threads = threads or default_threads(world_size)
+        self._segments: list[Segment] = []
+        self._regions: list[str] = []
+        self._layout: Layout | None = None
+        self._sequence = 0
+        self._next_slot = 0
+
+    def publish(self, version: int, shards: Iterable[Shard]) -> Handle:
+        start = time.perf_counter()
+        self._sequence += 1
+        if self._segments and self._ranks.rank == 0:
+            self._segments[self._next_slot].begin_write(self._sequence)
+        mine = self._agree(version, shards)
+        segment = self._segments[self._next_slot]
+        agreed = time.perf_counter()
+
+        self._ranks.exchange(lambda: self._write(segment, mine))
+        copied = time.perf_counter()
+
+        manifest = dataclasses.replace(self._layout.manifest, version=version)
+        if self._hashes:
+            manifest = hash_together(self._ranks, manifest, segment.data, self._threads)
+        text = torch.frombuffer(bytearray(manifest.to_json().encode()), dtype=torch.uint8)
+        self._ranks.exchange(lambda: self._finish(segment, manifest, text))
+
+        end = time.perf_counter()
+        self.manifest = manifest
+        self.stats = {
+            "agree_s": agreed - start,
+            "copy_s": copied - agreed,
+            "hash_s": end - copied,
+            "total_s": end - start,
+            "total_bytes": manifest.total_bytes,
+        }
+        self._next_slot = (self._next_slot + 1) % self._slots
+        return {
+            "transport": "shared_memory",
+            "version": version,
+            "host": os.uname().nodename,
+            "path": str(segment.path),
+            "sequence": self._sequence,
+            "manifest_offset": _manifest_offset(manifest),
+            "manifest_bytes": len(text),
+            "manifest_xxh3_128": xxh3_128(text),
+        }
+
+    def close(self) -> None:
+        """Rank 0 removes the files; receivers that have them mapped can finish reading."""
+        if self._ranks.rank == 0:
+            for segment in self._segments:
+                segment.unlink()
+        self._segments, self._regions, self._layout = [], [], None
+
+    def _agree(self, version: int, shards: Iterable[Shard]) -> dict[Region, Shard]:
+        """Collective: this rank's shards by region, once segments laid out for all ranks' shards are there."""
+        mine: list[Shard] = []
+
+        def describe() -> tuple[int, int, str]:
+            mine.extend(shards)
+            regions = repr([Region.of(shard) for shard in mine]).encode()
+            return version, self._sequence, xxh3_128(torch.frombuffer(bytearray(regions), dtype=torch.uint8))
+
+        said = self._ranks.exchange(describe)
+        if len({(version, sequence) for version, sequence, _ in said}) > 1:
+            raise WeightSyncError(f"the ranks publish different versions: {[version for version, _, _ in said]}")
+        regions = [digest for _, _, digest in said]
+        if regions != self._regions or not self._segments:
+            self._allocate(make_layout(self._ranks.exchange(lambda: [Region.of(shard) for shard in mine])))
+            self._regions = regions
+        return {Region.of(shard): shard for shard in mine}
+
+    def _allocate(self, layout: Layout) -> None:
+        """Collective: segments for the layout, with every page that this rank will write touched."""
+        self.close()
+        longer = len(layout.manifest.tensors) * HASH_DIGITS + MANIFEST_SLACK_BYTES
+        nbytes = _manifest_offset(layout.manifest) + len(layout.manifest.to_json()) + longer
+
+        def create() -> list[Path]:
+            if self._ranks.rank == 0:
+                require_space(self._slots, nbytes)
+                for name in SegmentName.new(self._run_id, self._slots):
+                    self._segments.append(Segment.create(DIRECTORY / str(name), nbytes))
+                    self._segments[-1].begin_write(self._sequence)
+            return [segment.path for segment in self._segments]
+
+        def touch(paths: list[Path]) -> None:
+            if self._ranks.rank != 0:
+                self._segments = [Segment.share(path) for path in paths]
+            for segment in self._segments:
+                tensors = view_tensors(segment.data, layout.manifest)
+                own = [_select(tensors, region) for region in layout.writes[self._ranks.rank]]
+                in_threads(torch.Tensor.zero_, own, self._threads)
+
+        try:
+            paths = self._ranks.exchange(create)[0]
+            self._ranks.exchange(lambda: touch(paths))
+        except WeightSyncError:
+            self.close()
+            raise
+        self._layout, self._next_slot = layout, 0
+
+    def _write(self, segment: Segment, shards: dict[Region, Shard]) -> None:
+        tensors = view_tensors(segment.data, self._layout.manifest)
+
+        def copy(region: Region) -> None:
+            _select(tensors, region).copy_(shards[region].data.detach())
+
+        in_threads(copy, self._layout.writes[self._ranks.rank], self._threads)
+
+    def _finish(self, segment: Segment, manifest: Manifest, text: torch.Tensor) -> None:
+        if self._ranks.rank == 0:
+            segment.data[_manifest_offset(manifest) :][: len(text)] = text
+            segment.end_write(self._sequence)
+
+
+def _manifest_offset(manifest: Manifest) -> int:
+    """On a page without data: a receiver that wrote to a tensor would see a private copy of a shared one for ever."""
+    return -(-manifest.total_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _select(tensors: dict[str, torch.Tensor], region: Region) -> torch.Tensor:
+    spans = zip(region.offsets, region.shape, strict=True)
+    return tensors[region.name][tuple(slice(start, start + extent) for start, extent in spans)]
+
+
+class SharedMemoryReceiver:
+    """Reads segments in place. Mappings are kept between versions and dropped when their sender has removed them.
+
+    The tensors of ``receive`` are views; writing to one changes a private copy of the page, never what others see.
+
+    verify   compare every tensor's xxh3-128 with the manifest before handing it out
+    threads  for hashing; default: the cores, at most 8
+    """
+
+    def __init__(self, verify: bool = True, threads: int | None = None):
+        self._verify = verify
+        self._threads = threads or default_threads()
+        self._segments: dict[Path, Segment] = {}
+
+    def receive(self, handle: Handle) -> Received:
+        start = time.perf_counter()
+        if handle.get("transport") != "shared_memory":
+            raise WeightSyncError(f"not a handle of the shared_memory transport: {handle}")
+        segment = self._open(handle)
+        version, sequence = handle["version"], handle["sequence"]
+
+        def check() -> None:
+            if not segment.holds(sequence):
+                raise StaleHandleError(
+                    f"version {version} is no longer in {segment.path}: publish {segment.state // 2} "
+                    f"{'is overwriting' if segment.state % 2 else 'has overwritten'} publish {sequence}"
+                )
+
+        check()
+        manifest = self._read_manifest(segment, handle)
+        check()
+        if self._verify:
+            self._check_hashes(segment, manifest, check)
+        else:
+            segment.forget_private_pages()
+        tensors = view_tensors(segment.data, manifest)
+        stats = {"verify_s": time.perf_counter() - start, "total_bytes": manifest.total_bytes}
+        return Received(version, manifest, tensors, check, stats)
+
+    def close(self) -> None:
+        self._segments.clear()
+
+    def _open(self, handle: Handle) -> Segment:
+        path = Path(handle["path"])
+        if path not in self._segments:
+            self._segments = {known: segment for known, segment in self._segments.items() if known.exists()}
+            try:
+                self._segments[path] = Segment.open(path)
+            except FileNotFoundError as error:
+                raise StaleHandleError(
+                    f"version {handle['version']}: {path} is not on host {os.uname().nodename}; it was written on host "
+                    f"{handle['host']}, and may have been removed since"
+                ) from error
+        return self._segments[path]
+
+    def _read_manifest(self, segment: Segment, handle: Handle) -> Manifest:
+        offset, nbytes = handle["manifest_offset"], handle["manifest_bytes"]
+        text = segment.data[offset : offset + nbytes]
+        if len(text) != nbytes or xxh3_128(text) != handle["manifest_xxh3_128"]:
+            raise WeightSyncError(f"version {handle['version']}: the manifest in {segment.path} is damaged")
+        return Manifest.from_json(text.numpy().tobytes())
+
+    def _check_hashes(self, segment: Segment, manifest: Manifest, check: Callable[[], None]) -> None:
+        wrong = wrong_tensors(segment.data, manifest.tensors, self._threads)
+        if wrong:
+            # Pages this process wrote to in place (a model's loader may) do not follow the sender: look past them.
+            segment.forget_private_pages()
+            wrong = wrong_tensors(segment.data, wrong, self._threads)
+        check()
+        if wrong:
+            raise VerificationError(manifest.version, [entry.name for entry in wrong])
+
+
+TRANSPORT = Transport(SharedMemorySender, SharedMemoryReceiver)

@@ -1,0 +1,157 @@
+"""The protocol every way of moving weights follows, and the registry they are found in by name.
+
+A sender is opened by every rank that holds a part of the policy, a receiver by every engine process. All that travels
+between them outside the transport is a handle: a small JSON-able dict that ``publish`` returns and ``receive`` takes.
+
+A new transport is one file and one line in ``TRANSPORTS``. A package of its own registers in the entry point group
+``weight_sync.transports``; an import path ``package.module:attribute`` works as a name without registration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from weight_sync.errors import WeightSyncError
+from weight_sync.manifest import Manifest
+
+Handle = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangular region of a global tensor, held by this rank. A whole tensor has offsets 0 and its own shape.
+
+    name          Hugging Face name of the tensor
+    global_shape  shape of the whole tensor
+    offsets       index of the region's first element in every dimension
+    data          the region; any device and strides. It is copied straight to where the transport wants it, so
+                  hand over views of live parameters rather than copies
+    dtype         dtype to publish (default: the data's own); the conversion happens in that copy
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: torch.Tensor
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        shape, offsets, size = tuple(self.global_shape), tuple(self.offsets), tuple(self.data.shape)
+        inside = len(shape) == len(offsets) == len(size) and all(
+            start >= 0 and start + extent <= whole for start, extent, whole in zip(offsets, size, shape, strict=True)
+        )
+        if not inside:
+            raise WeightSyncError(
+                f"{self.name}: a region of shape {list(size)} at {list(offsets)} does not lie in a tensor of shape "
+                f"{list(shape)}"
+            )
+        object.__setattr__(self, "global_shape", shape)
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "dtype", self.dtype or self.data.dtype)
+
+    @classmethod
+    def whole(cls, name: str, data: torch.Tensor, dtype: torch.dtype | None = None) -> Shard:
+        """A tensor this rank holds all of."""
+        return cls(name, tuple(data.shape), (0,) * data.dim(), data, dtype)
+
+
+@dataclass
+class Received:
+    """One policy version as it arrived, whole and verified.
+
+    ``tensors`` may be views of memory that the sender will reuse: load them, then call ``check`` and serve the version
+    only if it returns. As a context manager it calls ``check`` at the end of the block:
+
+        with receiver.receive(handle) as received:
+            model.load_weights(received.tensors.items())
+        # here every byte that was loaded is a byte of received.version
+    """
+
+    version: int
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+    check: Callable[[], None]
+    """Raises StaleHandleError if the weights were overwritten since they were received."""
+    stats: dict[str, float] = field(default_factory=dict)
+    """Seconds (``*_s``) and bytes (``*_bytes``) of the parts of this transfer."""
+
+    def __enter__(self) -> Received:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
+            self.check()
+
+
+class Sender(Protocol):
+    """One rank's end. All ranks of the group call the same methods in the same order."""
+
+    manifest: Manifest | None
+    """Of the version published last, on every rank; ``manifest.diff`` of two versions names what did not change."""
+    stats: dict[str, float]
+    """Seconds (``*_s``) and bytes (``*_bytes``) of the parts of the last publish, as seen by this rank."""
+
+    def publish(self, version: int, shards: Iterable[Shard]) -> Handle:
+        """Collective. Make ``version`` available from the shards of all ranks; return the handle on every rank.
+
+        A region that several ranks hold (replicated parameters) is written once. Raises CoverageError, naming the
+        tensor, if regions are missing or overlap; an error of one rank is raised on all. What was published before
+        stays available until the publish after the next.
+        """
+
+    def close(self) -> None:
+        """Give everything back. Handles are void from here on. Not collective."""
+
+
+class Receiver(Protocol):
+    """An engine process' end."""
+
+    def receive(self, handle: Handle) -> Received:
+        """Fetch and verify a version. Raises StaleHandleError or VerificationError; then nothing may be loaded."""
+
+    def close(self) -> None:
+        """Let go of what is kept between versions. Tensors received before stay readable."""
+
+
+class Transport(NamedTuple):
+    """What a transport registers: how its two ends are opened."""
+
+    open_sender: Callable[..., Sender]
+    open_receiver: Callable[..., Receiver]
+
+
+ENTRY_POINT_GROUP = "weight_sync.transports"
+
+TRANSPORTS = {
+    "shared_memory": "weight_sync.shared_memory:TRANSPORT",
+}
+
+
+def find_transport(name: str) -> Transport:
+    """A transport by registered name or by import path (``package.module:attribute``)."""
+    third_party = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    path = name if ":" in name else (third_party | TRANSPORTS).get(name)
+    if path is None:
+        known = ", ".join(sorted(third_party.keys() | TRANSPORTS.keys()))
+        raise WeightSyncError(f"unknown weight transport {name!r}; known: {known}; or give package.module:attribute")
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise WeightSyncError(f"weight transport {name!r} cannot be imported from {path}: {error}") from error
+
+
+def open_sender(name: str, **options: Any) -> Sender:
+    """The sending end of transport ``name``; the options are those of its sender."""
+    return find_transport(name).open_sender(**options)
+
+
+def open_receiver(name: str, **options: Any) -> Receiver:
+    """The receiving end of transport ``name``; the options are those of its receiver."""
+    return find_transport(name).open_receiver(**options)
