@@ -1,0 +1,63 @@
+"""What a batch of groups looks like in numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from statistics import fmean, pstdev
+
+from rl_tpu.types import Group
+
+SOLVED = 1.0
+"""Reward from which on a sample counts as solved."""
+
+
+def rollout_metrics(groups: list[Group], trained_version: int | None = None) -> dict[str, float]:
+    """Statistics of the samples of one step; every mean is over samples, every ``*_share`` lies in [0, 1].
+
+    rollout/{prompts,samples,total_tokens}    how many groups, samples, and tokens (prompt and response, of all samples)
+    rollout/response_tokens_{mean,max}        tokens written after the prompt, by the policy or an environment
+    rollout/prompt_tokens_mean
+    rollout/truncated_share                   samples cut at the length limit
+    rollout/uniform_group_share               groups whose rewards are all equal: no advantage, nothing learnt
+    rollout/solve_all, rollout/solve_none     share of groups in which every sample, or none, has a reward >= 1
+    rollout/version_{min,max}                 oldest and newest policy that wrote any of it
+    rollout/mixed_version_share               samples written by more than one policy version
+    rollout/staleness_{mean,max}              ``trained_version`` minus the oldest version of the sample, if it is given
+    reward/{mean,std,max,min}                 std is the population's, over all samples
+    reward/PART_mean                          over the samples that have that part
+    reward/error_count                        samples whose reward could not be computed
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples:
+        return {"rollout/prompts": len(groups), "rollout/samples": 0}
+    rewards = [sample.reward for sample in samples]
+    responses = [len(sample.response_ids) for sample in samples]
+    metrics = {
+        "rollout/prompts": len(groups),
+        "rollout/samples": len(samples),
+        "rollout/total_tokens": sum(sample.total_tokens for sample in samples),
+        "rollout/response_tokens_mean": fmean(responses),
+        "rollout/response_tokens_max": max(responses),
+        "rollout/prompt_tokens_mean": fmean(len(sample.prompt_ids) for sample in samples),
+        "rollout/truncated_share": fmean(sample.finish_reason == "length" for sample in samples),
+        "rollout/uniform_group_share": fmean(len(set(group.rewards)) == 1 for group in groups),
+        "rollout/solve_all": fmean(all(reward >= SOLVED for reward in group.rewards) for group in groups),
+        "rollout/solve_none": fmean(not any(reward >= SOLVED for reward in group.rewards) for group in groups),
+        "rollout/version_min": min(sample.oldest_version for sample in samples),
+        "rollout/version_max": max(sample.newest_version for sample in samples),
+        "rollout/mixed_version_share": fmean(s.oldest_version != s.newest_version for s in samples),
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards) if all(map(math.isfinite, rewards)) else math.nan,
+        "reward/max": max(rewards),
+        "reward/min": min(rewards),
+        "reward/error_count": sum(sample.reward_error is not None for sample in samples),
+    }
+    if trained_version is not None:
+        staleness = [trained_version - sample.oldest_version for sample in samples]
+        metrics |= {"rollout/staleness_mean": fmean(staleness), "rollout/staleness_max": max(staleness)}
+    parts: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for part, value in sample.reward_parts.items():
+            parts[part].append(value)
+    return metrics | {f"reward/{part}_mean": fmean(values) for part, values in parts.items()}
