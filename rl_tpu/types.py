@@ -6,9 +6,10 @@ Tokens in, tokens out: ids that the engine sampled are never decoded and encoded
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # reward workers unpickle these records and should not pay for importing torch
+    import torch
 
 IGNORE_INDEX = -100
 """Label of a position that predicts nothing (last token of a sample, padding)."""
@@ -32,7 +33,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the engine draws tokens. ``top_k`` -1 and ``top_p`` 1 leave the distribution whole; temperature 0 is greedy."""
+    """How the engine draws tokens. ``top_k`` -1 and ``top_p`` 1 leave the distribution whole; temperature 0: greedy."""
 
     max_response_tokens: int
     temperature: float = 1.0

@@ -1,0 +1,5 @@
+"""Rewards: functions that score one sample, and the worker processes that run them."""
+
+from rl_tpu.rewards.service import RewardService, RewardStats
+
+__all__ = ["RewardService", "RewardStats"]

@@ -1,0 +1,33 @@
+"""A problem as its source holds it, before the chat template, and which side of the split it is on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import xxhash
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``content`` is plain text or a list of chat messages; ``where`` is its place for error messages."""
+
+    id: str
+    where: str
+    content: str | list[Message]
+    answer: Any
+    metadata: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """What the problem says, without system prompt or template: its identity in the split."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(message["content"] for message in self.content if message["role"] != "system")
+
+
+def side(text: str, held_out_share: float) -> Literal["train", "held_out"]:
+    """The side of the split a problem belongs to. It follows from the text alone: no seed, no order, no file."""
+    return "held_out" if xxhash.xxh3_64_intdigest(text.encode()) < held_out_share * 2**64 else "train"

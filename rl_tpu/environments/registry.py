@@ -1,0 +1,24 @@
+"""Environments by name or import path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_tpu.config.schema import EnvironmentConfig
+from rl_tpu.environments.base import Environment
+from rl_tpu.errors import UserError
+from rl_tpu.registry import check_options, lookup
+
+ENVIRONMENTS = {"single_turn": "rl_tpu.environments.single_turn:SingleTurn"}
+
+
+def make_environment(config: EnvironmentConfig, tokenizer: Any) -> Environment:
+    """The configured environment. Raises UserError for an unknown name, a class of another kind, and wrong options."""
+    found = lookup("environment", config.name, ENVIRONMENTS)
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise UserError(f"environment {config.name!r} is no subclass of rl_tpu.environments.Environment")
+    check_options("environment", config.name, found, ("tokenizer",), config.options)
+    try:
+        return found(tokenizer, **config.options)
+    except TypeError as error:  # an abstract class: `run` is missing
+        raise UserError(f"environment {config.name!r} cannot be made: {error}") from error

@@ -1,0 +1,95 @@
+"""Finding a reward, an environment or any other part by its name or its import path."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rl_tpu.errors import UserError
+
+
+def lookup(what: str, name: str, known: Mapping[str, str]) -> Any:
+    """The object called ``name``: a key of ``known``, or an import path ``package.module:attribute``.
+
+    ``known`` maps names to import paths, so a part is imported only when somebody asks for it. ``what`` names the kind
+    of part in messages. Modules in the working directory are found. Raises UserError for an unknown name (listing the
+    known ones), a module that does not exist or fails to import, and a module without the attribute.
+    """
+    path = known.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    if not colon:
+        hint = f"{unknown(what, name, known)}; your own is given by its import path, package.module:attribute"
+        raise UserError(hint)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(missing + "."):
+            raise UserError(
+                f"{what} {name!r}: there is no module {missing!r} in the working directory or on PYTHONPATH"
+            ) from None
+        raise UserError(f"{what} {name!r}: importing {module_name} failed: {describe(error)}") from error
+    except Exception as error:
+        raise UserError(f"{what} {name!r}: importing {module_name} failed: {describe(error)}") from error
+    found = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [key for key in vars(module) if not key.startswith("_")]
+            raise UserError(f"{what} {name!r}: {module.__file__} has no {attribute!r}{nearest(attribute, public)}")
+        found = getattr(found, part)
+    return found
+
+
+def check_options(what: str, name: str, call: Callable[..., Any], leading: Iterable[str], options: Mapping) -> None:
+    """Raise UserError unless ``call(*leading, **options)`` fits the signature of ``call``.
+
+    ``leading`` names the arguments we give ourselves; the rest of the signature is what the configuration may set.
+    """
+    leading = list(leading)
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        raise UserError(f"{what} {name!r} is not callable") from None
+    try:
+        signature.bind(*leading, **options)
+    except TypeError as error:
+        wanted = [key for key in list(signature.parameters)[len(leading) :] if not key.startswith("_")]
+        unknown_keys = [key for key in options if key not in wanted]
+        close = nearest(unknown_keys[0], wanted) if unknown_keys else ""
+        has = f"; its options: {', '.join(wanted) or 'none'}"
+        raise UserError(
+            f"{what} {name!r} is called with ({', '.join(leading)}) and options: {error}{close}{has}"
+        ) from None
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """``unknown reward 'mth', did you mean 'math'? (known: math, reasoning_gym)``."""
+    known = sorted(known)
+    return f"unknown {what} {name!r}{nearest(name, known)} (known: {', '.join(known)})"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``, did you mean 'x'?`` for the closest known name, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def describe(error: BaseException, where: str | None = None) -> str:
+    """An exception in one line: its type, message and place. ``where`` prefers the innermost frame of that file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if frame.filename == where] or frames
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames and not isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}: {one_line(error)}{place}"
+
+
+def one_line(message: object) -> str:
+    """A message with its line breaks folded."""
+    return " ".join(str(message).split())

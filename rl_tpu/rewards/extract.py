@@ -1,0 +1,45 @@
+r"""Finding the final answer in what a model wrote: after its thinking, in tags, in a box or on an answer line."""
+
+from __future__ import annotations
+
+import re
+
+
+def after_thinking(text: str) -> str:
+    """What follows the last ``</think>``; everything if there is none."""
+    return text.rpartition("</think>")[2]
+
+
+def last_tagged(text: str) -> str | None:
+    """Content of the last ``<answer>...</answer>``."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+def last_boxed(text: str) -> tuple[int, str] | None:
+    r"""Start and content of the last ``\boxed{...}`` whose braces close."""
+    for match in reversed(list(re.finditer(r"\\f?boxed\s*\{", text))):
+        depth = 1
+        for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, match.end()):
+            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+            if depth == 0:
+                return match.start(), text[match.end() : brace.start()]
+    return None
+
+
+def last_answer_line(text: str) -> tuple[int, str] | None:
+    r"""Start and rest of the last line with ``Answer:`` (bold or not), or the next line if the rest is empty."""
+    matches = list(re.finditer(r"(?i)\banswer[*_ ]*:[*_ ]*\s*(\S[^\n]*)", text))
+    return (matches[-1].start(), matches[-1].group(1)) if matches else None
+
+
+def strip_marks(answer: str) -> str:
+    r"""An answer without what only sets it off: dollars, ``\(...\)``, ``\[...\]``, bold, a full stop."""
+    before = None
+    while before != answer:
+        before = answer
+        answer = answer.strip().removesuffix(".").strip("*").strip()
+        for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+            if len(answer) > len(start) + len(end) and answer.startswith(start) and answer.endswith(end):
+                answer = answer[len(start) : -len(end)]
+    return answer
