@@ -1,0 +1,98 @@
+"""The policy as torchtitan builds it: from a Hugging Face directory, sharded over all ranks with FSDP2."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+from rl_tpu.devices import Device
+from rl_tpu.errors import UserError
+from rl_tpu.trainer.families import model_spec
+
+SPMD_BACKEND = "partial_dtensor"
+"""torchtitan 0.3.0's default fails above one rank on torch 2.13.0."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model on this rank, and how its parameters are called in Hugging Face's names.
+
+    `model` maps input_ids [R, L], positions [R, L] and attention_masks [R, 1, L, L] to logits [R, L, vocabulary]. Its
+    parameters are DTensors in float32, split over the ranks along their first dimension.
+    """
+
+    model: torch.nn.Module
+    adapter: BaseStateDictAdapter
+    hf_config: dict[str, Any]
+    device: torch.device
+
+    @property
+    def tied(self) -> bool:
+        """lm_head and the token embedding are one parameter."""
+        return self.model.enable_weight_tying
+
+    def reshard(self) -> None:
+        """Free the gathered weights. After a forward without a backward FSDP2 leaves its last group's in place."""
+        for module in fsdp_modules(self.model):
+            module.reshard()
+
+
+def build_policy(model_dir: Path, device: Device, *, local_rank: int, max_tokens: int, param_dtype: str) -> Policy:
+    """The model of `model_dir` (config.json), uninitialised, for samples of up to `max_tokens` tokens.
+
+    Forward and backward run in `param_dtype`; parameters, the reduction of gradients and the optimizer in float32.
+    Raises UserError for a directory without a readable config.json or an architecture without a family.
+    """
+    hf_config = read_config(model_dir)
+    spec = model_spec(hf_config, max_tokens)
+    parallelism = ParallelismConfig(spmd_backend=SPMD_BACKEND)
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    set_spmd_backend(SPMD_BACKEND)
+    dims.build_mesh()
+    with torch.device("meta"):
+        model = spec.model.build()
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(
+            seq_len=max_tokens, mixed_precision_param=param_dtype, mixed_precision_reduce="float32"
+        ),
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+    )
+    if device.needs_sum_reduction:
+        for module in fsdp_modules(model):
+            module.set_force_sum_reduction_for_comms(True)
+    torch_device = device.torch_device(local_rank)
+    model.to_empty(device=torch_device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)  # the rotary tables; the weights are read over it
+    model.train()
+    return Policy(model, spec.state_dict_adapter(spec.model, str(model_dir)), hf_config, torch_device)
+
+
+def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face directory."""
+    path = model_dir / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"model.path: cannot read {path} ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"model.path: {path} is not JSON ({error})") from error
