@@ -1,0 +1,1 @@
+"""Rollout: SGLang engines that write answers, and the fleet that spreads requests and new policies over them."""

@@ -1,0 +1,102 @@
+"""The SGLang server: ``python -m rl_tpu.rollout.server SGLANG_ARGUMENTS``.
+
+Two processes. The first only watches: it lives as long as its standard input, which whoever started it keeps open, and
+as long as the second, which is SGLang. When either ends, in whatever way, it kills all that SGLang started, collects the
+dead and removes the files they left in /dev/shm and in their temporary directory. (A parent-death signal alone would
+follow the thread that started the server, and Ray moves calls between threads.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+from rl_tpu.rollout import sglang_cpu, weight_loader
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+SNAPSHOT_SECONDS = 2.0
+_SHARED_MEMORY = re.compile(r"/dev/shm/(?:sgl_shm|sglang|multi_tokenizer_args)_\S*")
+
+
+def prepare() -> None:
+    """What every process of the server needs before it imports SGLang."""
+    if sglang_cpu.chosen():
+        from rl_tpu.rollout.sglang_cpu import imports
+
+        imports.install()
+    weight_loader.register_hook()
+
+
+def main() -> None:
+    scratch = tempfile.mkdtemp(prefix="rl_tpu-engine-")
+    server = os.fork()
+    if server == 0:
+        serve(scratch)
+    supervise(server, scratch)
+
+
+def serve(scratch: str) -> NoReturn:
+    """Become SGLang, in a process group of its own."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ["TMPDIR"] = scratch  # SGLang leaves its sockets there
+    prepare()
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    run_server(prepare_server_args(sys.argv[1:]))
+    sys.exit(0)
+
+
+def supervise(server: int, scratch: str) -> NoReturn:
+    """Wait until the owner or the server ends; then leave nothing behind."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ended = os.pidfd_open(server)
+    files: set[str] = set()
+    while True:
+        ready, _, _ = select.select([0, ended], [], [], SNAPSHOT_SECONDS)
+        files |= shared_memory_files(server)
+        if ended in ready or (0 in ready and not os.read(0, 4096)):
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server, signal.SIGKILL)
+    code = 0
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            child, status = os.waitpid(-1, 0)
+            if child == server:
+                code = os.waitstatus_to_exitcode(status)
+    for file in files:
+        Path(file).unlink(missing_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def shared_memory_files(group: int) -> set[str]:
+    """SGLang's files in /dev/shm that a member of the process group has mapped."""
+    files = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                files.update(_SHARED_MEMORY.findall((process / "maps").read_text()))
+    return files
+
+
+# SGLang starts its workers with multiprocessing's spawn, which first imports this module in each of them.
+if __name__ == "__mp_main__":
+    prepare()
+elif __name__ == "__main__":
+    main()
