@@ -27,9 +27,9 @@ def in_threads(work: Callable[[Item], Result], items: Iterable[Item], threads: i
         return list(pool.map(work, items))
 
 
-def xxh3_128(data: torch.Tensor) -> str:
-    """32 hex digits of a contiguous uint8 CPU tensor."""
-    return xxhash.xxh3_128(data.numpy()).hexdigest()
+def xxh3_128(data: torch.Tensor | bytes) -> str:
+    """32 hex digits of bytes or a contiguous uint8 CPU tensor."""
+    return xxhash.xxh3_128(data.numpy() if isinstance(data, torch.Tensor) else data).hexdigest()
 
 
 def hash_entries(data: torch.Tensor, entries: Iterable[TensorEntry], threads: int) -> dict[str, str]:

@@ -28,6 +28,11 @@ MAP_NORESERVE = 0x4000  # absent from the mmap module
 _MAGIC_WORD, _STATE_WORD = 0, 1
 
 
+def require_run_id(run_id: str) -> None:
+    if not re.fullmatch(r"[\w.-]{1,128}", run_id, re.ASCII):
+        raise WeightSyncError(f"run id {run_id!r} cannot be part of a file name: use up to 128 letters, digits, . _ -")
+
+
 @dataclass(frozen=True)
 class SegmentName:
     """``weight_sync.<run id>.<owner's pid>.<token>.<slot>``; the token makes every name unique for good."""
@@ -38,10 +43,6 @@ class SegmentName:
     slot: int
 
     _PATTERN = re.compile(r"weight_sync\.(?P<run_id>[\w.-]+)\.(?P<pid>\d+)\.(?P<token>[0-9a-f]{8})\.(?P<slot>\d+)")
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.-]{1,128}", self.run_id, re.ASCII):
-            raise WeightSyncError(f"run id {self.run_id!r} cannot be part of a file name: use letters, digits, . _ -")
 
     @classmethod
     def new(cls, run_id: str, slots: int) -> list[SegmentName]:

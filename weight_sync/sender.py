@@ -82,6 +82,10 @@ class Region:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
     def overlaps(self, other: Region) -> bool:
         spans = zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
         return all(a < b + m and b < a + n for a, n, b, m in spans)
@@ -93,10 +97,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every tensor lies (a manifest without hashes) and which regions each rank writes."""
+    """Where every tensor lies (a manifest without hashes) and which regions each rank writes, largest first."""
 
     manifest: Manifest
-    writes: list[set[Region]]
+    writes: list[list[Region]]
 
 
 def make_layout(regions: list[list[Region]]) -> Layout:
@@ -114,7 +118,7 @@ def make_layout(regions: list[list[Region]]) -> Layout:
                 raise CoverageError(f"{region.name}: rank {rank} gives region {region} twice")
             holders[region.name][region].append(rank)
     tensors = []
-    writes: list[set[Region]] = [set() for _ in regions]
+    writes: list[list[Region]] = [[] for _ in regions]
     load = [0] * len(regions)
     for name, of_tensor in holders.items():
         _check_coverage(name, of_tensor)
@@ -122,8 +126,10 @@ def make_layout(regions: list[list[Region]]) -> Layout:
         tensors.append((name, first.dtype, first.global_shape))
         for region, ranks in of_tensor.items():
             writer = min(ranks, key=lambda rank: load[rank])
-            writes[writer].add(region)
-            load[writer] += region.size * region.dtype.itemsize
+            writes[writer].append(region)
+            load[writer] += region.nbytes
+    for own in writes:
+        own.sort(key=lambda region: -region.nbytes)
     return Layout(Manifest.lay_out(tensors), writes)
 
 

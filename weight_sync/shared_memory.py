@@ -20,16 +20,16 @@ from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncEr
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
 from weight_sync.manifest import Manifest
 from weight_sync.receiver import view_tensors, wrong_tensors
-from weight_sync.segments import DIRECTORY, PAGE_BYTES, Segment, SegmentName, require_space
+from weight_sync.segments import DIRECTORY, PAGE_BYTES, Segment, SegmentName, require_run_id, require_space
 from weight_sync.sender import Layout, Ranks, Region, hash_together, make_layout
-from weight_sync.transport import Handle, Received, Shard, Transport
+from weight_sync.transport import Handle, Received, Receiver, Sender, Shard, Transport
 
 HASH_DIGITS = 32
 MANIFEST_SLACK_BYTES = 64
 """Beside its hashes only the digits of the version make a manifest longer than its layout's."""
 
 
-class SharedMemorySender:
+class SharedMemorySender(Sender):
     """One rank of a sender; ``run_id`` names the segments, all ranks are on one host.
 
     slots    segments: 2 keep the previous version readable while the next is written, 1 saves the memory of one
@@ -47,6 +47,7 @@ class SharedMemorySender:
         hashes: bool = True,
         threads: int | None = None,
     ):
+        require_run_id(run_id)
         self.manifest: Manifest | None = None
         self.stats: dict[str, float] = {}
         self._ranks = Ranks(rank, world_size, group)
@@ -75,13 +76,13 @@ class SharedMemorySender:
         manifest = dataclasses.replace(self._layout.manifest, version=version)
         if self._hashes:
             manifest = hash_together(self._ranks, manifest, segment.data, self._threads)
-        text = torch.frombuffer(bytearray(manifest.to_json().encode()), dtype=torch.uint8)
+        text = manifest.to_json().encode()
         self._ranks.exchange(lambda: self._finish(segment, manifest, text))
 
         end = time.perf_counter()
         self.manifest = manifest
         self.stats = {
-            "agree_s": agreed - start,
+            "prepare_s": agreed - start,
             "copy_s": copied - agreed,
             "hash_s": end - copied,
             "total_s": end - start,
@@ -112,8 +113,8 @@ class SharedMemorySender:
 
         def describe() -> tuple[int, int, str]:
             mine.extend(shards)
-            regions = repr([Region.of(shard) for shard in mine]).encode()
-            return version, self._sequence, xxh3_128(torch.frombuffer(bytearray(regions), dtype=torch.uint8))
+            regions = repr([Region.of(shard) for shard in mine])
+            return version, self._sequence, xxh3_128(regions.encode())
 
         said = self._ranks.exchange(describe)
         if len({(version, sequence) for version, sequence, _ in said}) > 1:
@@ -126,7 +127,7 @@ class SharedMemorySender:
 
     def _allocate(self, layout: Layout) -> None:
         """Collective: segments for the layout, with every page that this rank will write touched."""
-        self.close()
+        self._ranks.exchange(self.close)  # on every rank before the first looks for space
         longer = len(layout.manifest.tensors) * HASH_DIGITS + MANIFEST_SLACK_BYTES
         nbytes = _manifest_offset(layout.manifest) + len(layout.manifest.to_json()) + longer
 
@@ -162,9 +163,10 @@ class SharedMemorySender:
 
         in_threads(copy, self._layout.writes[self._ranks.rank], self._threads)
 
-    def _finish(self, segment: Segment, manifest: Manifest, text: torch.Tensor) -> None:
+    def _finish(self, segment: Segment, manifest: Manifest, text: bytes) -> None:
         if self._ranks.rank == 0:
-            segment.data[_manifest_offset(manifest) :][: len(text)] = text
+            target = segment.data[_manifest_offset(manifest) :][: len(text)]
+            target.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
             segment.end_write(self._sequence)
 
 
@@ -178,7 +180,7 @@ def _select(tensors: dict[str, torch.Tensor], region: Region) -> torch.Tensor:
     return tensors[region.name][tuple(slice(start, start + extent) for start, extent in spans)]
 
 
-class SharedMemoryReceiver:
+class SharedMemoryReceiver(Receiver):
     """Reads segments in place. Mappings are kept between versions and dropped when their sender has removed them.
 
     The tensors of ``receive`` are views; writing to one changes a private copy of the page, never what others see.
@@ -214,7 +216,7 @@ class SharedMemoryReceiver:
         else:
             segment.forget_private_pages()
         tensors = view_tensors(segment.data, manifest)
-        stats = {"verify_s": time.perf_counter() - start, "total_bytes": manifest.total_bytes}
+        stats = {"receive_s": time.perf_counter() - start, "total_bytes": manifest.total_bytes}
         return Received(version, manifest, tensors, check, stats)
 
     def close(self) -> None:
