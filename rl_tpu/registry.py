@@ -9,7 +9,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
 
 from rl_tpu.errors import UserError
 
@@ -22,8 +25,8 @@ def lookup(what: str, name: str, known: Mapping[str, str]) -> Any:
     known ones), a module that does not exist or fails to import, and a module without the attribute.
     """
     path = known.get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
+    module_name, _, attribute = path.partition(":")
+    if not (module_name and attribute):
         hint = f"{unknown(what, name, known)}; your own is given by its import path, package.module:attribute"
         raise UserError(hint)
     if os.getcwd() not in sys.path:
@@ -51,7 +54,8 @@ def lookup(what: str, name: str, known: Mapping[str, str]) -> Any:
 def check_options(what: str, name: str, call: Callable[..., Any], leading: Iterable[str], options: Mapping) -> None:
     """Raise UserError unless ``call(*leading, **options)`` fits the signature of ``call``.
 
-    ``leading`` names the arguments we give ourselves; the rest of the signature is what the configuration may set.
+    ``leading`` names the arguments we give ourselves; the rest of the signature is what the configuration may set. Values
+    are checked against annotations where there are some.
     """
     leading = list(leading)
     try:
@@ -60,6 +64,7 @@ def check_options(what: str, name: str, call: Callable[..., Any], leading: Itera
         raise UserError(f"{what} {name!r} is not callable") from None
     try:
         signature.bind(*leading, **options)
+        _check_types(what, name, call, options)
     except TypeError as error:
         wanted = [key for key in list(signature.parameters)[len(leading) :] if not key.startswith("_")]
         unknown_keys = [key for key in options if key not in wanted]
@@ -70,6 +75,21 @@ def check_options(what: str, name: str, call: Callable[..., Any], leading: Itera
         ) from None
 
 
+def _check_types(what: str, name: str, call: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    try:
+        annotations = get_type_hints(call.__init__ if isinstance(call, type) else call)
+    except Exception:  # names imported for type checkers alone
+        return
+    for key in options.keys() & annotations.keys():
+        try:
+            TypeAdapter(annotations[key]).validate_python(options[key])
+        except PydanticSchemaGenerationError:
+            continue
+        except ValidationError as error:
+            message = error.errors()[0]["msg"]
+            raise UserError(f"{what} {name!r}, option {key}: {message}; it is {options[key]!r}") from None
+
+
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """``unknown reward 'mth', did you mean 'math'? (known: math, reasoning_gym)``."""
     known = sorted(known)
@@ -78,7 +98,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``, did you mean 'x'?`` for the closest known name, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    close = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from rl_tpu.config.schema import EnvironmentConfig
 from rl_tpu.environments.base import Environment
 from rl_tpu.errors import UserError
-from rl_tpu.registry import check_options, lookup
+from rl_tpu.registry import check_options, describe, lookup
 
 ENVIRONMENTS = {"single_turn": "rl_tpu.environments.single_turn:SingleTurn"}
 
@@ -20,5 +20,5 @@ def make_environment(config: EnvironmentConfig, tokenizer: Any) -> Environment:
     check_options("environment", config.name, found, ("tokenizer",), config.options)
     try:
         return found(tokenizer, **config.options)
-    except TypeError as error:  # an abstract class: `run` is missing
-        raise UserError(f"environment {config.name!r} cannot be made: {error}") from error
+    except Exception as error:  # no `run`, or whatever its constructor says about the options
+        raise UserError(f"environment {config.name!r} cannot be made: {describe(error)}") from error

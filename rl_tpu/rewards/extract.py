@@ -18,13 +18,16 @@ def last_tagged(text: str) -> str | None:
 
 def last_boxed(text: str) -> tuple[int, str] | None:
     r"""Start and content of the last ``\boxed{...}`` whose braces close."""
-    for match in reversed(list(re.finditer(r"\\f?boxed\s*\{", text))):
-        depth = 1
-        for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, match.end()):
-            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-            if depth == 0:
-                return match.start(), text[match.end() : brace.start()]
-    return None
+    last = None
+    open_braces: list[re.Match[str]] = []
+    for brace in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
+        if brace.group().endswith("{") and brace.group() != r"\{":
+            open_braces.append(brace)
+        elif brace.group() == "}" and open_braces:
+            opening = open_braces.pop()
+            if opening.group() != "{" and (last is None or opening.start() > last[0]):
+                last = (opening.start(), text[opening.end() : brace.start()])
+    return last
 
 
 def last_answer_line(text: str) -> tuple[int, str] | None:
@@ -38,7 +41,7 @@ def strip_marks(answer: str) -> str:
     before = None
     while before != answer:
         before = answer
-        answer = answer.strip().removesuffix(".").strip("*").strip()
+        answer = answer.strip().removesuffix(".").strip("*`").strip()
         for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
             if len(answer) > len(start) + len(end) and answer.startswith(start) and answer.endswith(end):
                 answer = answer[len(start) : -len(end)]

@@ -3,14 +3,19 @@ r"""Mathematical answers: `\boxed{}` or an ``Answer:`` line, compared as express
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 
 from rl_tpu.rewards.extract import after_thinking, last_answer_line, last_boxed, strip_marks
 from rl_tpu.types import Prompt
 
 AnswerFormat = Literal["any", "boxed", "answer_line", "free"]
+
+MAX_ANSWER_CHARACTERS = 1000
+"""A policy that repeats itself writes endless answers. Longer ones are wrong at once, instead of at the deadline."""
+FREE_CHARACTERS = 4000
+"""How much of a response's end `free` searches."""
 
 # Its own time-outs need SIGALRM and with it the main thread. They stay off: a reward worker has a deadline.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -29,18 +34,20 @@ def score(
 
     ``answer_format`` says where an answer counts, and must fit what the prompt asks for: ``boxed`` (``\boxed{...}``),
     ``answer_line`` (``Answer: ...``, the format of DAPO-Math-17k), ``any`` of both, whichever comes last, or ``free``
-    (Math-Verify's search of the whole response). After a ``</think>`` only what follows the last one is read.
+    (Math-Verify's search of the last 4000 characters). After a ``</think>`` only what follows the last one is read.
+    A percent sign is a unit and, like other units, left out of the comparison.
     """
-    if answer_format not in get_args(AnswerFormat):
-        raise ValueError(f"answer_format must be one of {', '.join(get_args(AnswerFormat))}, not {answer_format!r}")
+    if not isinstance(answer, (str, int, float)):
+        raise TypeError(f"the expected answer must be text or a number, it is {answer!r}")
     response = after_thinking(text)
     expected = strip_marks(str(answer))
     if answer_format == "free":
-        return correct if _equal(expected, parse(response, parsing_timeout=None)) else incorrect
+        found = parse(response[-FREE_CHARACTERS:], parsing_timeout=None)
+        return correct if _equal(expected, found) else incorrect
     given = extract_answer(response, answer_format)
-    if given is None:
+    if given is None or len(given) > MAX_ANSWER_CHARACTERS:
         return incorrect
-    return correct if given == expected or _equal(expected, _readings(given)) else incorrect
+    return correct if given == expected or _equal(expected, _reading(given)) else incorrect
 
 
 def extract_answer(response: str, answer_format: AnswerFormat) -> str | None:
@@ -55,10 +62,11 @@ def extract_answer(response: str, answer_format: AnswerFormat) -> str | None:
 
 
 def _equal(expected: str, given: list) -> bool:
-    return verify(_readings(expected), given, timeout_seconds=None)
+    return verify(_reading(expected), given, timeout_seconds=None)
 
 
-def _readings(answer: str) -> list:
-    """An answer as LaTeX and as a plain expression; Math-Verify takes the pair that agrees."""
-    latex = parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig()], parsing_timeout=None)
-    return latex + parse(answer, [ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+def _reading(answer: str) -> list:
+    r"""An answer read whole, as LaTeX. Without the box, Math-Verify would look for an answer inside it: 4 in 4\sqrt{2}."""
+    for plain, latex in ((">=", r"\geq "), ("<=", r"\leq "), ("!=", r"\neq "), (r"\%", ""), ("%", "")):
+        answer = answer.replace(plain, latex)
+    return parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig()], parsing_timeout=None)

@@ -163,7 +163,7 @@ class RewardService:
         pool, self._pool = self._pool, None
         pool.stop()
         pool.join()
-        for future in self._pending:
+        for future in list(self._pending):
             with suppress(InvalidStateError):  # done already
                 future.set_exception(BrokenProcessPool("the workers were stopped"))
         self._pending.clear()
