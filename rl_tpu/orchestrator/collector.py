@@ -1,8 +1,8 @@
 """Keeps groups in flight: draws prompts, has them answered and scored, and hands finished groups to the loop.
 
-Pacing is one number. A group that is drawn as the g-th of the run trains in step g // prompts_per_step, whose policy has
-that version; drawing it under version v keeps its staleness within the bound as long as
-g < (v + max_staleness + 1) x prompts_per_step. So 0 is synchronous, 1 is one step off, k is asynchronous.
+Pacing is one number. Under policy version v the g-th group of the run may be drawn if g < (v + max_staleness + 1) x
+prompts_per_step, so 0 is synchronous, 1 is one step off, k is asynchronous with a bound. Groups may overtake each other,
+but never so far that an older one could no longer train within the bound: then the batch waits for the older one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Collector:
         self._next_index = 0
         self._ready: list[Group] = []
         self._uniform: list[Group] = []
-        self._in_flight: dict[asyncio.Task[Group], tuple[int, Prompt]] = {}
+        self._in_flight: dict[asyncio.Task[Group], tuple[int, Prompt, int]] = {}
+        """Index, prompt and the version it was drawn under."""
         self._again: list[tuple[int, Prompt]] = []
         """Prompts drawn by an interrupted run and not finished: drawn again first."""
         self._finished: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
@@ -59,28 +60,26 @@ class Collector:
         Raises:
             RunError: a group could not be answered or scored.
         """
-        while len(self._ready) < self._per_step:
+        while len(self._ready) < self._per_step or not self._leaves_room_for_older(version):
             if not self._in_flight:
                 self._fill_with_uniform()
                 continue
-            task = await self._finished.get()
-            self._take(task)
+            self._take(await self._finished.get())
             self._draw()
-        self._ready.sort(key=lambda group: group.index)
         batch, self._ready = self._ready[: self._per_step], self._ready[self._per_step :]
         self._consumed += len(batch)
         self._drawn_this_step = len(self._ready) + len(self._in_flight)
         self.dropped = len(self._uniform)
         self._uniform.clear()
         for group in batch:
-            staleness = version - min(sample.oldest_version for sample in group.samples)
+            staleness = version - _oldest_version(group)
             if staleness > self._staleness:
                 raise RunError(f"group {group.index} is {staleness} versions old, the bound is {self._staleness}")
         return batch
 
     def state(self) -> dict[str, Any]:
         """Everything needed to go on: position in the prompts, finished groups, prompts in flight."""
-        in_flight = sorted(self._in_flight.values(), key=lambda item: item[0])
+        in_flight = sorted(((index, prompt) for index, prompt, _ in self._in_flight.values()), key=lambda item: item[0])
         return {
             "stream": self._stream.state_dict(),
             "consumed": self._consumed,
@@ -117,16 +116,26 @@ class Collector:
                 index, prompt = self._next_index, next(self._stream)
                 self._next_index += 1
             task = asyncio.create_task(self._answer(prompt), name=f"group-{index}")
-            self._in_flight[task] = (index, prompt)
+            self._in_flight[task] = (index, prompt, self._version)
             self._drawn_this_step += 1
             task.add_done_callback(self._finished.put_nowait)
 
     def _take(self, task: asyncio.Task[Group]) -> None:
-        index, _ = self._in_flight.pop(task)
+        index, *_ = self._in_flight.pop(task)
         group = task.result()
         group.index = index
         keep = not (self._drop_uniform and is_uniform(group.rewards))
         (self._ready if keep else self._uniform).append(group)
+        self._ready.sort(key=lambda group: (_oldest_version(group), group.index))
+
+    def _leaves_room_for_older(self, version: int) -> bool:
+        """Whether, after the oldest ready groups are taken, all others still fit the steps that their age allows."""
+        left = [_oldest_version(group) for group in self._ready[self._per_step :]]
+        left += [drawn for *_, drawn in self._in_flight.values()]
+        return all(
+            sum(age <= bound for age in left) <= (bound + self._staleness - version) * self._per_step
+            for bound in range(version - self._staleness, version)
+        )
 
     def _fill_with_uniform(self) -> None:
         """The step's bound on draws is used up: go on with uniform groups (their advantages are zero)."""
@@ -135,3 +144,7 @@ class Collector:
             raise RunError(f"{missing} groups are missing and none is in flight; was advance() called?")
         self._ready += self._uniform[-missing:]
         del self._uniform[-missing:]
+
+
+def _oldest_version(group: Group) -> int:
+    return min(sample.oldest_version for sample in group.samples)

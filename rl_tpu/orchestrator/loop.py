@@ -17,7 +17,7 @@ from rl_tpu.orchestrator.interrupt import Interrupt
 from rl_tpu.orchestrator.state import Checkpoints
 from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
-from rl_tpu.tracking import Timer, Tracker, rollout_metrics
+from rl_tpu.tracking import Tracker, rollout_metrics
 from rl_tpu.trainer.group import TrainerGroup
 from rl_tpu.trainer.packing import pack
 from rl_tpu.types import Group, PackedBatch, Prompt, Sample, SamplingParams
@@ -39,11 +39,11 @@ class Run:
     rewards: RewardService
     eval_sets: list[EvalSet]
     tracker: Tracker
-    timer: Timer
     checkpoints: Checkpoints
     interrupt: Interrupt
     step: int = 0
-    saved_step: int = -1
+    saved_step: int = 0
+    """Step of the newest checkpoint; 0 is the model the run started from."""
     evaluations: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """Metrics of every evaluation set: ``before`` the first step and ``after`` the newest one evaluated."""
 
@@ -55,7 +55,7 @@ async def train(run: Run) -> None:
         Interrupted: a signal came; a checkpoint of the last whole step is written.
         RunError: a part failed; a checkpoint is written if the trainer still answers.
     """
-    config = run.config
+    config, timer = run.config, run.tracker.timer
     position = run.collector.state()
     try:
         await synchronise(run)
@@ -64,19 +64,20 @@ async def train(run: Run) -> None:
         run.collector.advance(run.step)
 
         while run.step < config.trainer.steps:
-            with run.timer("step"):
-                with run.timer("generate"):
+            with timer("step"):
+                with timer("generate"):
                     groups = await run.interrupt.guard(run.collector.batch(run.step))
                 shape_rewards(groups, config)
                 metrics = rollout_metrics(groups, run.step) | {"rollout/dropped_groups": float(run.collector.dropped)}
-                with run.timer("train"):
+                with timer("train"):
                     metrics |= await run.trainer.update(minibatches(groups, config))
                 run.step += 1
                 position = run.collector.state()
-                with run.timer("sync"):
+                with timer("sync"):
                     metrics |= await synchronise(run)
                 run.collector.advance(run.step)
-            run.tracker.step(run.step - 1, metrics, groups, run.timer)
+            run.tracker.samples(run.step - 1, groups)
+            run.tracker.log(run.step - 1, metrics)
 
             last = run.step == config.trainer.steps
             if last or due(run.step, config.evaluation.every_steps):
@@ -103,7 +104,7 @@ async def evaluation(run: Run, moment: str) -> None:
     """Score every evaluation set and record the result as ``before`` or ``after``."""
     if not run.eval_sets:
         return
-    with run.timer("evaluate"):
+    with run.tracker.timer("evaluate"):
         results = await evaluate(run.eval_sets, run.config, run.environment, run.fleet.generate, run.rewards)
     run.evaluations[moment] = {name: result.metrics for name, result in results.items()}
     run.tracker.evaluation(run.step, run.step, run.evaluations[moment])
@@ -156,7 +157,7 @@ def due(step: int, every: int) -> bool:
 async def save(run: Run, position: dict[str, Any]) -> Path:
     """Write a checkpoint. ``position`` is the collector's state right after the last update."""
     state = {"collector": position, "evaluations": run.evaluations}
-    with run.timer("checkpoint"):
+    with run.tracker.timer("checkpoint"):
         path = await run.checkpoints.save(run.step, state, run.trainer.save)
     run.saved_step = run.step
     return path

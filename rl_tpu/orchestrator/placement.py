@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +65,9 @@ def bundle(slot: Slot, cluster: ClusterConfig) -> dict[str, float]:
 class Placement:
     """A running (or joined) Ray with the reserved chips. Use as a context manager; leaving it gives everything back."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, roles: tuple[str, ...] = ("trainer", "rollout")):
         self.config = config
-        self.slots = plan(config)
+        self.slots = [slot for slot in plan(config) if slot.role in roles]
         self._group: PlacementGroup | None = None
         self._started_ray = False
 
@@ -117,10 +118,10 @@ class Placement:
         return {"num_cpus": round(cpus, 4), "scheduling_strategy": strategy}
 
     def _start_ray(self) -> None:
-        cluster = self.config.cluster
-        address = cluster.address or os.environ.get("RAY_ADDRESS")
+        address = self.config.cluster.address or os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
+            _check_reachable(address)
             ray.init(
                 address=address or "local",
                 include_dashboard=None if address else False,
@@ -149,6 +150,13 @@ class Placement:
             free = ray.available_resources()
             raise RunError(
                 f"Ray did not reserve {bundles} within cluster.start_timeout_s {cluster.start_timeout_s:g} s; free now:"
-                f" {({name: free.get(name, 0.0) for name in sorted({n for b in bundles for n in b})})}: another job"
+                f" { ({name: free.get(name, 0.0) for name in sorted({n for b in bundles for n in b})}) }: another job"
                 " holds the rest"
             )
+
+
+def _check_reachable(address: str | None, timeout_s: float = 10.0) -> None:
+    """ray.init waits for many minutes at an address where nobody listens: try it first."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.removeprefix("ray://"), int(port)), timeout_s).close()

@@ -76,7 +76,8 @@ def _encode(state: dict[str, Any]) -> dict[str, Any]:
 def _decode(values: dict[str, Any]) -> dict[str, Any]:
     collector = values["collector"]
     collector["ready"] = [
-        Group(g["index"], _prompt(g["prompt"]), [_sample(sample) for sample in g["samples"]]) for g in collector["ready"]
+        Group(g["index"], _prompt(g["prompt"]), [_sample(sample) for sample in g["samples"]])
+        for g in collector["ready"]
     ]
     collector["in_flight"] = [(index, _prompt(prompt)) for index, prompt in collector["in_flight"]]
     return values

@@ -7,8 +7,9 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+from rich.console import Console
 
-from rl_tpu.tracking import write_sweep_summary
+from rl_tpu.tracking import sweep_summary
 
 
 class SweepSummary(Callback):
@@ -18,4 +19,4 @@ class SweepSummary(Callback):
         directory = Path(config.hydra.sweep.dir)
         runs = sorted(path for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
         if runs:
-            write_sweep_summary(directory, runs)
+            Console(highlight=False).print(sweep_summary(runs, directory / "sweep_summary.json"))

@@ -1,0 +1,95 @@
+"""`dry_run=true`: what a run would do, with the numbers, without starting anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_tpu.config.compose import find_file
+from rl_tpu.config.schema import RunConfig
+from rl_tpu.orchestrator.inputs import missing_files, read_inputs
+from rl_tpu.orchestrator.placement import plan
+
+
+def describe(config: RunConfig, run_dir: Path) -> None:
+    """Print placement, batch arithmetic and files.
+
+    Raises:
+        UserError: files that are there are broken.
+    """
+    console = Console(highlight=False, width=120)
+    console.print(f"dry run of [bold]{config.name}[/bold]; run directory {run_dir}", soft_wrap=True)
+    console.print(_placement(config))
+    console.print(_arithmetic(config))
+    console.print(_files(config))
+    missing = missing_files(config)
+    if missing:
+        console.print("not on this machine: " + "; ".join(missing), soft_wrap=True)
+    console.print("nothing was started")
+
+
+def _placement(config: RunConfig) -> Table:
+    cluster = config.cluster
+    kind = " ".join(filter(None, (cluster.device, cluster.generation)))
+    chips = f"{cluster.hosts} host(s) x {cluster.chips_per_host} chips x {cluster.devices_per_chip} device(s)"
+    table = Table(title=f"Placement: {kind}, {chips}", title_justify="left")
+    for column in ("role", "host", "chips", "devices", "processes"):
+        table.add_column(column)
+    rank = engine = 0
+    for slot in plan(config):
+        if slot.role == "trainer":
+            what = f"trainer ranks {rank}-{rank + slot.devices - 1}" if slot.devices > 1 else f"trainer rank {rank}"
+            rank += slot.devices
+        else:
+            what, engine = f"engine {engine}, tensor parallel {slot.devices}", engine + 1
+        table.add_row(slot.role, str(slot.host), ", ".join(map(str, slot.chips)), str(slot.devices), what)
+    return table
+
+
+def _arithmetic(config: RunConfig) -> Table:
+    rollout, trainer, minibatches = config.rollout, config.trainer, config.algorithm.minibatches
+    samples = config.samples_per_step
+    longest = config.max_sample_tokens
+    lines = {
+        "samples per step": f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers = {samples}",
+        "samples per optimizer step": f"{samples} / {minibatches} minibatch(es) = {samples // minibatches}",
+        "samples per trainer rank": f"{samples // minibatches} / {config.trainer_ranks} rank(s) ="
+        f" {samples // minibatches // config.trainer_ranks} per optimizer step",
+        "longest sample": f"{config.data.max_prompt_tokens} prompt + {rollout.max_response_tokens} response ="
+        f" {longest} tokens; rows of {', '.join(map(str, trainer.row_tokens))}; engine context {rollout.context_tokens}",
+        "largest step": f"{samples} x {longest} = {samples * longest:,} tokens",
+        "optimizer steps": f"{trainer.steps} steps x {minibatches} = {trainer.steps * minibatches:,}",
+        "samples in the run": f"{trainer.steps} x {samples} = {trainer.steps * samples:,}",
+        "staleness": f"at most {rollout.max_staleness} policy version(s)",
+    }
+    table = Table(title="Batch arithmetic", title_justify="left", show_header=False)
+    for name, text in lines.items():
+        table.add_row(name, text)
+    return table
+
+
+def _files(config: RunConfig) -> Table:
+    table = Table(title="Files", title_justify="left")
+    for column in ("what", "path", "here"):
+        table.add_column(column, overflow="fold")
+    model = Path(config.model.path).expanduser()
+    if model.exists():
+        inputs = read_inputs(config) if not missing_files(config) else None
+        table.add_row("model", str(model), "yes")
+        counts = {"data.train": inputs.train.prompts} if inputs else {}
+        counts |= {f"evaluation.sets.{chosen.name}": chosen.prompts for chosen in inputs.eval_sets} if inputs else {}
+    else:
+        makes = f"no; made by {find_file(config.model.make)}" if config.model.make else "no"
+        table.add_row("model", str(model), makes)
+        counts = {}
+    sources = {"data.train": config.data.train}
+    sources |= {f"evaluation.sets.{name}": chosen.source for name, chosen in config.evaluation.sets.items()}
+    for name, source in sources.items():
+        where = source.path or f"reasoning-gym {source.task}, {source.size} problems, part {source.part}"
+        here = f"{len(counts[name])} prompts" if name in counts else ("generated" if not source.path else "")
+        if source.path and name not in counts:
+            here = "yes" if find_file(source.path).exists() else "no"
+        table.add_row(name, where, here)
+    return table

@@ -1,0 +1,196 @@
+"""A job from its configuration to its exit code: choose the run directory, start every part, train, close every part."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rl_tpu.config.schema import RunConfig
+from rl_tpu.data import PromptStream
+from rl_tpu.environments import make_environment
+from rl_tpu.errors import RunError, UserError
+from rl_tpu.orchestrator.collector import Collector
+from rl_tpu.orchestrator.dry_run import describe
+from rl_tpu.orchestrator.inputs import Inputs, read_inputs
+from rl_tpu.orchestrator.interrupt import Interrupt, Interrupted
+from rl_tpu.orchestrator.loop import Run, answer, train
+from rl_tpu.orchestrator.placement import Placement
+from rl_tpu.orchestrator.state import Checkpoints, load_state
+from rl_tpu.rewards import RewardService
+from rl_tpu.rollout.fleet import Fleet
+from rl_tpu.tracking import RunDirectory, Tracker
+from rl_tpu.trainer.group import TrainerGroup
+from weight_sync.shared_memory import remove_segments, remove_stale_segments
+
+
+def run_job(config: RunConfig) -> None:
+    """Train as `config` says (or, with dry_run, print what that would be).
+
+    Raises:
+        UserError: bad input; nothing was started.
+        RunError: a part failed.
+        Interrupted: SIGINT or SIGTERM.
+    """
+    directory, checkpoint = choose_directory(config)
+    if config.dry_run:
+        describe(config, directory.path)
+        return
+    signal.signal(signal.SIGTERM, _stop_starting)  # until the loop's own handlers are in place
+    state = load_state(checkpoint) if checkpoint else None
+    inputs = read_inputs(config)
+    with Placement(config) as placement:
+        asyncio.run(_run(config, inputs, placement, directory, checkpoint, state))
+
+
+def exit_code(job: Callable[[], None]) -> int:
+    """Run a job; print one line about what ended it. 0 done, 1 a part failed, 2 bad input, 128 + signal if interrupted."""
+    try:
+        job()
+        return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"the run failed: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as error:
+        print(str(error), file=sys.stderr)
+        return 128 + error.signal
+    except KeyboardInterrupt:
+        print("interrupted before the run had started", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Exception as error:
+        traceback.print_exc()
+        print(f"the run failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def choose_directory(config: RunConfig) -> tuple[RunDirectory, Path | None]:
+    """The run directory, and the checkpoint to continue from if there is one.
+
+    Raises:
+        UserError: the directory holds a run and `resume` is `never`, or the named checkpoint does not exist.
+    """
+    runs = Path("runs") / config.name
+    given = Path(config.run_dir).expanduser() if config.run_dir else None
+    if config.resume not in ("never", "auto"):
+        checkpoint = Path(config.resume).expanduser().resolve()
+        if not (checkpoint / "state.json").is_file():
+            raise UserError(f"resume={config.resume!r} is no checkpoint directory (it has no state.json)")
+        return RunDirectory(given.resolve() if given else checkpoint.parents[1]), checkpoint
+    if config.resume == "auto" and given is None:
+        with_checkpoints = [path.parents[2] for path in runs.glob("*/checkpoints/step-*/state.json")]
+        given = max(with_checkpoints, key=lambda path: path.name, default=None)
+    directory = RunDirectory((given or runs / time.strftime("%Y%m%d-%H%M%S")).resolve())
+    if config.resume == "auto":
+        return directory, Checkpoints(directory.checkpoints, config.trainer.checkpoint.keep).newest()
+    if directory.holds_a_run and not config.dry_run:
+        raise UserError(
+            f"run_dir {directory.path} already holds a run: continue it with resume=auto or choose another run_dir"
+        )
+    return directory, None
+
+
+async def _run(
+    config: RunConfig,
+    inputs: Inputs,
+    placement: Placement,
+    directory: RunDirectory,
+    checkpoint: Path | None,
+    state: dict[str, Any] | None,
+) -> None:
+    run_id = uuid.uuid4().hex[:8]
+    interrupt = Interrupt()
+    step = state["step"] if state else 0
+    remove_stale_segments()
+    async with AsyncExitStack() as stack:
+        stack.callback(remove_segments, run_id)
+        tracker = stack.enter_context(Tracker.open(config, directory.path, config.trainer.steps, step))
+        try:
+            if inputs.train.skipped:
+                tracker.message(
+                    f"{inputs.train.skipped} prompts longer than data.max_prompt_tokens"
+                    f" {config.data.max_prompt_tokens} are skipped"
+                )
+            tracker.message(f"run directory {directory.path}; starting the trainer and the engines ...")
+            trainer, fleet = await interrupt.guard(_start(stack, config, inputs, placement, directory, run_id))
+            if checkpoint:
+                await interrupt.guard(trainer.load(checkpoint / "trainer"))
+                tracker.message(f"continuing after step {step} from {checkpoint}")
+            run = _assemble(stack, config, inputs, trainer, fleet, tracker, interrupt, directory)
+            if state:
+                run.step = run.saved_step = step
+                run.evaluations = state["evaluations"]
+                run.collector.restore(state["collector"])
+            stack.push_async_callback(run.collector.close)
+            await train(run)
+            if config.trainer.checkpoint.export_final:
+                await trainer.export_hf(directory.final)
+        except Interrupted as error:
+            tracker.finish({"error": str(error)}, status="interrupted")
+            raise
+        tracker.finish()
+
+
+async def _start(
+    stack: AsyncExitStack,
+    config: RunConfig,
+    inputs: Inputs,
+    placement: Placement,
+    directory: RunDirectory,
+    run_id: str,
+) -> tuple[TrainerGroup, Fleet]:
+    """Trainer ranks and engines, started side by side."""
+    trainer_start = asyncio.create_task(
+        TrainerGroup.start(config, inputs.model_dir, directory.path, run_id, placement.trainer_options())
+    )
+    fleet_start = asyncio.create_task(Fleet.start(config, inputs.model_dir, directory.path, placement.engine_options()))
+    results = await asyncio.gather(trainer_start, fleet_start, return_exceptions=True)
+    for part in results:
+        if not isinstance(part, BaseException):
+            stack.push_async_callback(part.close)
+    for part in results:
+        if isinstance(part, BaseException):
+            raise part
+    trainer, fleet = results
+    return trainer, fleet
+
+
+def _assemble(
+    stack: AsyncExitStack,
+    config: RunConfig,
+    inputs: Inputs,
+    trainer: TrainerGroup,
+    fleet: Fleet,
+    tracker: Tracker,
+    interrupt: Interrupt,
+    directory: RunDirectory,
+) -> Run:
+    rewards = RewardService(config.reward)
+    stack.callback(rewards.close)
+    stream = PromptStream(inputs.train.prompts, seed=config.seed, shuffle=config.data.shuffle)
+    run = Run(
+        config=config,
+        trainer=trainer,
+        fleet=fleet,
+        collector=Collector(config, stream, lambda prompt: answer(run, prompt)),
+        environment=make_environment(config.environment, inputs.tokenizer),
+        rewards=rewards,
+        eval_sets=inputs.eval_sets,
+        tracker=tracker,
+        checkpoints=Checkpoints(directory.checkpoints, config.trainer.checkpoint.keep),
+        interrupt=interrupt,
+    )
+    return run
+
+
+def _stop_starting(number: int, _: object) -> NoReturn:
+    raise Interrupted(number)

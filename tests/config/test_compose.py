@@ -1,0 +1,77 @@
+"""The command line's way into a typed configuration: what composes, and the one line that says what does not."""
+
+import pytest
+
+from rl_tpu.config.compose import check_command_line, load_config, resource
+from rl_tpu.errors import UserError
+
+QUICKSTART = "+experiment=quickstart"
+EXPERIMENTS = sorted(file.stem for file in resource("configs/experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes(experiment):
+    assert load_config([f"+experiment={experiment}"]).name == experiment
+
+
+def test_overrides_reach_nested_fields():
+    config = load_config([QUICKSTART, "trainer.optimizer.learning_rate=0.5", "rollout.top_k=7", "model.make=null"])
+    assert (config.trainer.optimizer.learning_rate, config.rollout.top_k, config.model.make) == (0.5, 7, None)
+
+
+def test_every_value_of_a_sweep_is_checked():
+    check_command_line([QUICKSTART, "seed=0,1", "rollout.temperature=0.5,1.0"])
+    with pytest.raises(UserError, match="rollout.temperature=-1"):
+        check_command_line([QUICKSTART, "-m", "seed=0,1", "rollout.temperature=0.5,-1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rollout.tempreture=1"], ["rollout.tempreture", "did you mean 'rollout.temperature'"]),
+        (["+trainer.optimiser.learning_rate=1"], ["trainer.optimiser", "did you mean 'trainer.optimizer'"]),
+        (["sead=1"], ["'sead'", "did you mean 'seed'"]),
+        (["+evaluation.sets.held_out.temprature=1"], ["evaluation.sets.held_out.temprature", "temperature"]),
+        (["rollout.temperature=0"], ["rollout.temperature=0", "greater than 0"]),
+        (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "greater than or equal to 2"]),
+        (["trainer.steps=many"], ["trainer.steps='many'", "valid integer"]),
+        (["algorithm.advantage=mean"], ["algorithm.advantage='mean'", "group_std"]),
+        (["model=qwen"], ["model/qwen", "qwen3_4b"]),
+        (["cluster.trainer_chips=3"], ["3 + rollout_chips 1 = 4 chips", "= 2"]),
+        (["rollout.engines=2"], ["rollout.engines 2 x tensor_parallel 1 = 2 devices"]),
+        (["algorithm.minibatches=7"], ["= 128 samples are not divisible by algorithm.minibatches 7"]),
+        (["data.max_prompt_tokens=4000"], ["tokens do not fit the longest row", "context_tokens"]),
+        (["rollout.kv_cache_tokens=16"], ["rollout.kv_cache_tokens 16"]),
+        (["data.train.task=null"], ["data.train.task"]),
+        (["trainer.optimizer.warmup_steps=100000"], ["warmup_steps 100000 exceed"]),
+        (["rollout.engines"], ["'rollout.engines' is neither KEY=VALUE nor an option"]),
+    ],
+)
+def test_wrong_settings_end_in_one_clear_line(arguments, words):
+    with pytest.raises(UserError) as caught:
+        check_command_line([QUICKSTART, *arguments])
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_an_unknown_experiment_names_the_known_ones():
+    with pytest.raises(UserError, match=r"experiment/quickstrat.*quickstart"):
+        check_command_line(["+experiment=quickstrat"])
+
+
+def test_without_an_experiment_the_message_names_them():
+    with pytest.raises(UserError, match=r"\+experiment=.*quickstart"):
+        check_command_line([])
+
+
+def test_qwen3_4b_dapo_is_canonical_dapo_on_one_v7x_host():
+    config = load_config(["+experiment=qwen3_4b_dapo"])
+    assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (512, 16)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
+    assert config.algorithm.aggregation == "token_mean"
+    assert config.algorithm.drop_uniform_groups
+    assert config.rollout.max_response_tokens - config.algorithm.overlong_buffer_tokens == 16384
+    assert config.trainer.optimizer.learning_rate == 1e-6
+    assert (config.cluster.trainer_chips, config.cluster.rollout_chips, config.trainer_ranks) == (2, 2, 4)
