@@ -7,15 +7,19 @@ number of ranks can load it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torchtitan.components.checkpointer.base import ModelWrapper
 
 from rl_tpu.errors import UserError
-from rl_tpu.trainer.model import Policy
+
+if TYPE_CHECKING:
+    from rl_tpu.trainer.model import Policy
+
+# What distributed checkpointing raises for files that are missing, broken or of another model.
+_BAD_FILES = (CheckpointException, OSError, ValueError, RuntimeError)
 
 
 def load_hf(policy: Policy, model_dir: Path) -> None:
@@ -23,30 +27,29 @@ def load_hf(policy: Policy, model_dir: Path) -> None:
     weights = policy.adapter.to_hf(policy.model.state_dict())
     try:
         dcp.load(weights, storage_reader=policy.adapter.get_hf_storage_reader(str(model_dir)))
-    except (CheckpointException, OSError, ValueError, RuntimeError) as error:
+    except _BAD_FILES as error:
         raise UserError(f"model.path: cannot load the weights of {model_dir} ({_reason(error)})") from error
     policy.model.load_state_dict(policy.adapter.from_hf(weights), strict=True)
 
 
 def save(directory: Path, policy: Policy, states: dict[str, Any]) -> None:
-    """Write the model and `states` (objects with state_dict and load_state_dict) into exactly `directory`."""
+    """Write the model and `states` (objects with state_dict and load_state_dict, by name) into exactly `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    dcp.save({**ModelWrapper(policy.model).state_dict(), **states}, checkpoint_id=str(directory))
+    dcp.save({"model": policy.model.state_dict(), **states, "random": RandomState()}, checkpoint_id=str(directory))
 
 
 def load(directory: Path, policy: Policy, states: dict[str, Any]) -> None:
-    """Restore what `save` wrote; UserError where the directory is not such a checkpoint."""
-    model = ModelWrapper(policy.model)
-    restored = {**model.state_dict(), **states}
+    """Restore exactly what `save` wrote; UserError where the directory is not a checkpoint of this model."""
+    model = policy.model.state_dict()
     try:
-        dcp.load(restored, checkpoint_id=str(directory))
-    except (CheckpointException, OSError, ValueError, RuntimeError) as error:
+        dcp.load({"model": model, **states, "random": RandomState()}, checkpoint_id=str(directory))
+    except _BAD_FILES as error:
         raise UserError(f"resume: {directory} is not a checkpoint of this model ({_reason(error)})") from error
-    model.load_state_dict(restored)
+    policy.model.load_state_dict(model, strict=True)
 
 
 class RandomState:
-    """torch's generator on the host, as an entry of a checkpoint. All ranks draw alike."""
+    """torch's generator on the host, which all ranks seed alike."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"torch": torch.get_rng_state()}

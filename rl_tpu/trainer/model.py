@@ -10,14 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.loss import compute_logprobs
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.protocols.module import Module
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from rl_tpu.devices import Device
 from rl_tpu.errors import UserError
+from rl_tpu.trainer.attention import document_mask
 from rl_tpu.trainer.families import model_spec
+from rl_tpu.types import PackedBatch
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan 0.3.0's default fails above one rank on torch 2.13.0."""
@@ -33,13 +38,14 @@ class Policy:
 
     model: torch.nn.Module
     adapter: BaseStateDictAdapter
-    hf_config: dict[str, Any]
     device: torch.device
 
-    @property
-    def tied(self) -> bool:
-        """lm_head and the token embedding are one parameter."""
-        return self.model.enable_weight_tying
+    def logprobs(self, rows: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of every label (0 where there is none) and entropy of every prediction, both [R, L] float32,
+        under softmax(logits / temperature). The entropy carries no gradient."""
+        mask = document_mask(rows.segment_ids)
+        logits = self.model(rows.input_ids, positions=rows.positions, attention_masks=mask)
+        return compute_logprobs(logits.float() / temperature, rows.labels, return_entropy=True)
 
     def reshard(self) -> None:
         """Free the gathered weights. After a forward without a backward FSDP2 leaves its last group's in place."""
@@ -53,12 +59,14 @@ def build_policy(model_dir: Path, device: Device, *, local_rank: int, max_tokens
     Forward and backward run in `param_dtype`; parameters, the reduction of gradients and the optimizer in float32.
     Raises UserError for a directory without a readable config.json or an architecture without a family.
     """
-    hf_config = read_config(model_dir)
-    spec = model_spec(hf_config, max_tokens)
+    spec = model_spec(read_config(model_dir), max_tokens)
     parallelism = ParallelismConfig(spmd_backend=SPMD_BACKEND)
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     set_spmd_backend(SPMD_BACKEND)
     dims.build_mesh()
+    for _, part, _, _ in spec.model.traverse(Module.Config, recurse=True):
+        if part.param_init:  # the weights will be read: drawing them first would only cost time
+            part.param_init = dict.fromkeys(part.param_init, skip_param_init)
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(
@@ -78,9 +86,9 @@ def build_policy(model_dir: Path, device: Device, *, local_rank: int, max_tokens
     torch_device = device.torch_device(local_rank)
     model.to_empty(device=torch_device)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)  # the rotary tables; the weights are read over it
+        model.init_weights(buffer_device=None)  # rotary tables, and the tie of embedding and head
     model.train()
-    return Policy(model, spec.state_dict_adapter(spec.model, str(model_dir)), hf_config, torch_device)
+    return Policy(model, spec.state_dict_adapter(spec.model, None), torch_device)
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -15,10 +14,11 @@ import torch.distributed as dist
 from rl_tpu.algorithms.losses import clipped_policy_loss, supervised_loss, token_weights
 from rl_tpu.config.schema import AlgorithmConfig, TrainerConfig
 from rl_tpu.devices import get_device, prepare_torchtitan
-from rl_tpu.trainer import process_group
+from rl_tpu.trainer import checkpoint, export, process_group
 from rl_tpu.trainer.packing import rank_rows
 from rl_tpu.trainer.tally import Tally
 from rl_tpu.types import PackedBatch
+from weight_sync import Shard
 
 
 class PolicyTrainer:
@@ -55,19 +55,19 @@ class PolicyTrainer:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
         # These import torchtitan, which has to know its device first.
-        from rl_tpu.trainer.checkpoint import load_hf
         from rl_tpu.trainer.model import build_policy
-        from rl_tpu.trainer.optimizer import build_optimizer
+        from rl_tpu.trainer.optimizer import PolicyOptimizer
 
+        self.model_dir = Path(model_dir)
         self.policy = build_policy(
-            Path(model_dir),
+            self.model_dir,
             self.device,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             max_tokens=max(config.row_tokens),
             param_dtype=config.param_dtype,
         )
-        load_hf(self.policy, Path(model_dir))
-        self.optimizer, self.schedule = build_optimizer(
+        checkpoint.load_hf(self.policy, self.model_dir)
+        self.optimizer = PolicyOptimizer(
             self.policy.model, config.optimizer, self.device, config.steps * algorithm.minibatches
         )
 
@@ -89,7 +89,7 @@ class PolicyTrainer:
             weights[own].to(self.policy.device).split(self.config.rows_per_microbatch),
             strict=True,
         ):
-            logprobs, entropy = self._forward(rows)
+            logprobs, entropy = self.policy.logprobs(rows, self.temperature)
             loss = (self._token_loss(rows, logprobs, tally) * row_weights).sum()
             loss.backward()
             tally.add(loss=loss, entropy=entropy * rows.loss_mask, loss_tokens=rows.loss_mask)
@@ -97,7 +97,7 @@ class PolicyTrainer:
         loss_tokens = max(1.0, sums.pop("loss_tokens"))
         means = {name: value if name == "loss" else value / loss_tokens for name, value in sums.items()}
         tokens = float((minibatch.segment_ids > 0).sum())
-        metrics = means | maxima | self._step() | {"tokens": tokens, "loss_tokens": loss_tokens}
+        metrics = means | maxima | self.optimizer.step() | {"tokens": tokens, "loss_tokens": loss_tokens}
         metrics["tokens_per_s"] = tokens / (time.perf_counter() - started)
         return {f"train/{name}": value for name, value in metrics.items()}
 
@@ -106,9 +106,34 @@ class PolicyTrainer:
         """Log-probabilities of the labels in this rank's rows (`rank_rows`), [R / ranks, L] float32 on the host; zero
         where nothing is predicted."""
         own = batch.select(rank_rows(batch, self.rank, self.ranks))
-        logprobs = torch.cat([self._forward(rows)[0].cpu() for rows in self._microbatches(own)])
+        logprobs = torch.cat(
+            [self.policy.logprobs(rows, self.temperature)[0].cpu() for rows in self._microbatches(own)]
+        )
         self.policy.reshard()
         return logprobs
+
+    def shards(self, dtype: torch.dtype) -> Iterator[Shard]:
+        """This rank's part of the policy for weight_sync, in the engine's `dtype`."""
+        return export.shards(self.policy, dtype)
+
+    def full_tensors(self) -> dict[str, torch.Tensor]:
+        """The whole policy in Hugging Face's names, float32 on the host, on rank 0; elsewhere empty."""
+        return dict(export.full_tensors(self.policy, keep=self.rank == 0))
+
+    def export_hf(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face directory that transformers and SGLang load."""
+        tensors = self.full_tensors()
+        if self.rank == 0:
+            export.write_hf(directory, tensors, self.model_dir)
+        dist.barrier()
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer, schedule and random state into exactly `directory`."""
+        checkpoint.save(directory, self.policy, self.optimizer.states())
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote, on any number of ranks; UserError where `directory` holds no such checkpoint."""
+        checkpoint.load(directory, self.policy, self.optimizer.states())
 
     def close(self) -> None:
         """Leave the process group."""
@@ -119,18 +144,6 @@ class PolicyTrainer:
         for start in range(0, rows.rows, self.config.rows_per_microbatch):
             part = rows.select(slice(start, start + self.config.rows_per_microbatch))
             yield PackedBatch(**{name: tensor.to(self.policy.device) for name, tensor in part.tensors().items()})
-
-    def _forward(self, rows: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of every label and entropy of every prediction, both [R, L] float32; the latter without a
-        gradient."""
-        from torchtitan.components.loss import compute_logprobs
-
-        from rl_tpu.trainer.attention import document_mask
-
-        logits = self.policy.model(
-            rows.input_ids, positions=rows.positions, attention_masks=document_mask(rows.segment_ids)
-        )
-        return compute_logprobs(logits.float() / self.temperature, rows.labels, return_entropy=True)
 
     def _token_loss(self, rows: PackedBatch, logprobs: torch.Tensor, tally: Tally) -> torch.Tensor:
         """The loss of every token, [R, L], with its statistics put into `tally`."""
@@ -154,21 +167,3 @@ class PolicyTrainer:
         )
         tally.maximum(ratio_max=policy.ratio, logprob_diff_max=log_ratio.abs())
         return policy.loss
-
-    def _step(self) -> dict[str, float]:
-        """Clip the gradient, step the optimizer unless the gradient is not finite, and step the schedule."""
-        from torchtitan.distributed.utils import clip_grad_norm_
-
-        norm = float(
-            clip_grad_norm_(self.policy.model.parameters(), self.config.optimizer.max_grad_norm, foreach=False)
-        )
-        learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
-        if math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.schedule.step()
-        return {
-            "grad_norm": norm,
-            "learning_rate": learning_rate,
-            "skipped_updates": float(not math.isfinite(norm)),
-        }

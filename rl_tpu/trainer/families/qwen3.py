@@ -5,20 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-from torchtitan.models.qwen3 import (
-    _EMBEDDING_INIT,
-    _EMBEDDING_SKIP_INIT,
-    _LINEAR_INIT,
-    Qwen3Model,
-    _build_qwen3_layers,
-    _qwen3_norm,
-    parallelize_qwen3,
-)
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.qwen3 import Qwen3Model, _build_qwen3_layers, _qwen3_norm, parallelize_qwen3
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from rl_tpu.errors import UserError
 from rl_tpu.trainer.attention import DocumentAttention
+
+READ = {"weight": skip_param_init}
+"""Initialisation of a weight that will be read from a file."""
 
 # Settings of a config.json that torchtitan's Qwen3 has no counterpart for, and the value it computes with.
 FIXED = {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0}
@@ -52,12 +48,8 @@ def model_spec(config: dict[str, Any], max_tokens: int) -> ModelSpec:
         dim=dim,
         norm=norm,
         enable_weight_tying=tied,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=vocabulary,
-            embedding_dim=dim,
-            param_init=_EMBEDDING_SKIP_INIT if tied else _EMBEDDING_INIT,
-        ),
-        lm_head=Linear.Config(in_features=dim, out_features=vocabulary, param_init=_LINEAR_INIT),
+        tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=dim, param_init=READ),
+        lm_head=Linear.Config(in_features=dim, out_features=vocabulary, param_init=READ),
         layers=layers,
     )
     return ModelSpec(
