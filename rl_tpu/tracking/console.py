@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from datetime import timedelta
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rl_tpu.tracking.sink import Metrics, Sink
-from rl_tpu.tracking.timing import part_seconds
+from rl_tpu.tracking.timing import PARTS, part_seconds
 
 FIELDS = {
     "reward/mean": "reward",
@@ -22,8 +23,8 @@ FIELDS = {
     "train/logprob_diff_mean": "logprob diff",
 }
 """Metrics of the step line and what they are called there."""
-PARTS = ("generate", "train", "sync")
-"""Parts of a step whose seconds the line splits out."""
+HEADLINE = re.compile(r"reward_mean|pass@\d+")
+"""Metrics of an evaluation that its line shows; the table at the end has them all."""
 WIDTH_OF_A_LOG = 140
 """Columns for tables when the output is no terminal."""
 
@@ -72,10 +73,10 @@ class ConsoleSink(Sink):
             self._bar.update(self._task, completed=done, eta=eta)
 
     def evaluation(self, step: int, version: int, results: dict[str, Metrics]) -> None:
-        sets = [
-            f"{name}: " + ", ".join(f"{metric} {number(value)}" for metric, value in metrics.items())
-            for name, metrics in results.items()
-        ]
+        sets = []
+        for name, metrics in results.items():
+            chosen = {metric: value for metric, value in metrics.items() if HEADLINE.fullmatch(metric)} or metrics
+            sets.append(f"{name}: " + ", ".join(f"{metric} {number(value)}" for metric, value in chosen.items()))
         self.message(f"evaluation at step {step} (policy version {version})  " + "; ".join(sets))
 
     def message(self, text: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl_tpu.tracking.json_files import read_rows
 from rl_tpu.tracking.run_directory import RunDirectory
 from rl_tpu.tracking.sink import Metrics, Sink
-from rl_tpu.tracking.timing import part_seconds
+from rl_tpu.tracking.timing import PARTS, part_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,11 +50,11 @@ def draw_curves(directory: RunDirectory, plot_metrics: list[str] | tuple[str, ..
     figure = Figure(figsize=(12, 2.9 * lines + 0.5), dpi=100, layout="constrained")
     figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
     figure.suptitle(f"{directory.path.parent.name}/{directory.path.name}", fontsize=11, color="#5f6b7a")
-    axes = figure.subplots(lines, 2, squeeze=False).flat
+    axes = list(figure.subplots(lines, 2, squeeze=False).flat)
     for panel, ax in zip(panels, axes, strict=False):
         panel(ax, rows, evaluations)
         _dress(ax)
-    for ax in list(axes)[len(panels) :]:
+    for ax in axes[len(panels) :]:
         ax.remove()
     temporary = directory.curves.with_name("curves.tmp.png")
     FigureCanvasAgg(figure).print_png(str(temporary))
@@ -72,9 +72,10 @@ def _reward(ax: Axes, rows: Rows, evaluations: Rows) -> None:
 
 
 def _evaluation(ax: Axes, rows: Rows, evaluations: Rows) -> None:
-    ax.set(title="Held-out evaluation", ylabel="share or reward")
     names = list(dict.fromkeys(name for row in evaluations for name in row if name.startswith("eval/")))
-    shown = [name for name in names if re.search(r"/(pass@\d+|accuracy|reward_mean)$", name)] or names
+    pass_at = [name for name in names if re.search(r"/pass@\d+$", name)]
+    shown = pass_at or names
+    ax.set(title="Held-out evaluation", ylabel="share of prompts" if pass_at else "value")
     for color, name in zip(_cycle(len(shown)), shown, strict=True):
         steps, values = _columns(evaluations, name)
         if not steps:
@@ -83,13 +84,17 @@ def _evaluation(ax: Axes, rows: Rows, evaluations: Rows) -> None:
         if len(values) > 1:
             label += f": {values[0]:.3g} → {values[-1]:.3g}"
         ax.plot(steps, values, color=color, marker="o", markersize=4, linewidth=1.6, label=label)
+    bottom, top = ax.get_ylim()
+    ax.set_ylim(bottom, top + 0.1 * len(shown) * (top - bottom))  # room for the legend, which carries the numbers
 
 
 def _groups(ax: Axes, rows: Rows, evaluations: Rows) -> None:
     ax.set(title="Groups", ylabel="share of groups", ylim=(-0.03, 1.03))
-    _curve(ax, rows, "rollout/solve_all", COLORS[2], "all samples solved")
+    steps, uniform = _columns(rows, "rollout/uniform_group_share")
+    if steps:
+        ax.fill_between(steps, uniform, color="#d5dae0", linewidth=0, label="all rewards equal: nothing learnt")
     _curve(ax, rows, "rollout/solve_none", COLORS[1], "no sample solved")
-    _curve(ax, rows, "rollout/uniform_group_share", COLORS[5], "all rewards equal")
+    _curve(ax, rows, "rollout/solve_all", COLORS[2], "all samples solved")
 
 
 def _response_length(ax: Axes, rows: Rows, evaluations: Rows) -> None:
@@ -118,7 +123,7 @@ def _logprob_diff(ax: Axes, rows: Rows, evaluations: Rows) -> None:
 def _seconds(ax: Axes, rows: Rows, evaluations: Rows) -> None:
     ax.set(title="Seconds of a step", ylabel="seconds")
     seconds = [part_seconds(row) for row in rows]
-    parts = [part for part in dict.fromkeys(part for row in seconds for part in row) if part != "step"]
+    parts = [part for part in PARTS if any(part in row for row in seconds)]
     if parts:
         heights = [[row.get(part, 0.0) for row in seconds] for part in parts]
         steps = [row["step"] for row in rows]

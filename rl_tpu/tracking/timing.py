@@ -14,6 +14,9 @@ from typing import Any
 
 from rl_tpu.tracking.sink import Sink
 
+PARTS = ("generate", "train", "sync")
+"""The parts that a step consists of."""
+
 
 @dataclass(frozen=True)
 class Span:

@@ -183,7 +183,8 @@ class Tracker:
 
 
 def _warn(name: str, error: Exception) -> None:
-    logger.warning("tracking: %s is switched off for the rest of the run (%s: %s)", name, type(error).__name__, error)
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    logger.warning("tracking: %s is switched off for the rest of the run (%s)", name, reason)
 
 
 def _number(value: Any) -> float:

@@ -1,0 +1,53 @@
+import math
+
+import pytest
+
+from rl_tpu.tracking import rollout_metrics
+
+
+def test_every_statistic_of_a_batch_worked_out_by_hand(sample, group):
+    groups = [
+        group(0, [sample(1.0, response=1, parts={"accuracy": 1.0}), sample(1.0, response=3, parts={"accuracy": 1.0})]),
+        group(1, [sample(0.0, response=4, finish="length"), sample(1.0, versions=((2, 0, 1), (4, 1, 3)))]),
+        group(2, [sample(0.0, error="crashed"), sample(-0.5, prompt=4, parts={"accuracy": 0.0, "overlong": -0.5})]),
+        group(3, [sample(0.0, versions=((5, 0, 3),)), sample(0.0, versions=((5, 0, 3),))]),
+    ]
+    assert rollout_metrics(groups, trained_version=5) == pytest.approx(
+        {
+            "rollout/prompts": 4,
+            "rollout/samples": 8,
+            "rollout/total_tokens": (1 + 3 + 4 + 3 * 5) + (7 * 2 + 4),
+            "rollout/response_tokens_mean": 23 / 8,
+            "rollout/response_tokens_max": 4,
+            "rollout/prompt_tokens_mean": 18 / 8,
+            "rollout/truncated_share": 1 / 8,
+            "rollout/uniform_group_share": 2 / 4,
+            "rollout/solve_all": 1 / 4,
+            "rollout/solve_none": 2 / 4,
+            "rollout/version_min": 0,
+            "rollout/version_max": 5,
+            "rollout/mixed_version_share": 1 / 8,
+            "rollout/staleness_mean": (5 * 5 + 3 + 0 + 0) / 8,
+            "rollout/staleness_max": 5,
+            "reward/mean": 2.5 / 8,
+            "reward/std": math.sqrt(3.25 / 8 - (2.5 / 8) ** 2),
+            "reward/max": 1.0,
+            "reward/min": -0.5,
+            "reward/error_count": 1,
+            "reward/accuracy_mean": 2 / 3,
+            "reward/overlong_mean": -0.5,
+        }
+    )
+
+
+def test_without_the_trained_version_there_is_no_staleness(sample, group):
+    metrics = rollout_metrics([group(0, [sample(1.0)])])
+    assert not any("staleness" in name for name in metrics)
+
+
+def test_an_empty_batch_and_a_reward_that_is_no_number(sample, group):
+    assert rollout_metrics([]) == {"rollout/prompts": 0, "rollout/samples": 0}
+    metrics = rollout_metrics([group(0, [sample(math.nan), sample(1.0)])])
+    assert math.isnan(metrics["reward/mean"])
+    assert math.isnan(metrics["reward/std"])
+    assert metrics["rollout/uniform_group_share"] == 0
