@@ -8,6 +8,8 @@ from typing import Any
 
 from rl_tpu.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
 
+_LAST_TURN = "@@the policy's last turn@@"
+
 
 class Transcript:
     """The tokens of one sample so far. Sampled ids stay as sampled: text is decoded from them, never encoded again."""
@@ -46,6 +48,21 @@ class Transcript:
         self._sample.response_ids += ids
         self._sample.logprobs += [0.0] * len(ids)
         self._sample.loss_mask += [0] * len(ids)
+
+    def message_ids(self, tokenizer: Any, content: str, role: str = "user") -> list[int]:
+        """A message after the policy's last turn, as token ids: they end that turn and open the policy's next one.
+
+        The chat template says what stands between two turns. What the policy sampled already, its end token, is left
+        out; nothing that it sampled is rendered. Not yet added: the caller knows whether there is room.
+        """
+        turns = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": _LAST_TURN},
+            {"role": role, "content": content},
+        ]
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(rendered.partition(_LAST_TURN)[2], add_special_tokens=False)["input_ids"]
+        return ids[1:] if ids[:1] == self._sample.response_ids[-1:] else ids
 
     def remaining(self, params: SamplingParams) -> SamplingParams:
         """``params`` for the next turn: the response's token budget less what is used up."""
