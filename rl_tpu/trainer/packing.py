@@ -50,8 +50,10 @@ def pack(
 
 
 def rank_rows(batch: PackedBatch, rank: int, ranks: int) -> slice:
-    """The rows of `batch` that belong to `rank`."""
-    share = batch.rows // ranks
+    """The rows of `batch`, packed for a multiple of `ranks` rows, that belong to `rank`."""
+    share, rest = divmod(batch.rows, ranks)
+    if rest:
+        raise RunError(f"trainer: {batch.rows} rows were packed for another number of ranks than {ranks}")
     return slice(rank * share, (rank + 1) * share)
 
 

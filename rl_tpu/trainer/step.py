@@ -33,6 +33,9 @@ class PolicyTrainer:
         algorithm: the loss, and how many optimizer steps one rollout step makes.
         model_dir: Hugging Face directory of the policy at version 0.
         loss: `policy_gradient` (clipped, against sampler_logprobs) or `supervised` (cross-entropy of the masked tokens).
+        store: where several ranks meet; default: at MASTER_ADDR.
+
+    Raises UserError for a model directory that cannot be read or whose architecture no family knows.
     """
 
     def __init__(
@@ -45,30 +48,40 @@ class PolicyTrainer:
         temperature: float = 1.0,
         seed: int = 0,
         loss: Literal["policy_gradient", "supervised"] = "policy_gradient",
+        store: dist.Store | None = None,
     ):
         self.config, self.algorithm, self.temperature, self.loss = config, algorithm, temperature, loss
         self.device = get_device(device)
         torch.set_num_threads(config.threads_per_rank)
         torch.manual_seed(seed)
         prepare_torchtitan(self.device)
-        process_group.join(self.device, config.step_timeout_s)
+        process_group.join(self.device, config.step_timeout_s, store)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        try:
+            self._build(Path(model_dir))
+        except BaseException:
+            process_group.leave()
+            raise
 
+    def _build(self, model_dir: Path) -> None:
         # These import torchtitan, which has to know its device first.
         from rl_tpu.trainer.model import build_policy
         from rl_tpu.trainer.optimizer import PolicyOptimizer
 
-        self.model_dir = Path(model_dir)
+        self.model_dir = model_dir
         self.policy = build_policy(
-            self.model_dir,
+            model_dir,
             self.device,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            max_tokens=max(config.row_tokens),
-            param_dtype=config.param_dtype,
+            max_tokens=max(self.config.row_tokens),
+            param_dtype=self.config.param_dtype,
         )
-        checkpoint.load_hf(self.policy, self.model_dir)
+        checkpoint.load_hf(self.policy, model_dir)
         self.optimizer = PolicyOptimizer(
-            self.policy.model, config.optimizer, self.device, config.steps * algorithm.minibatches
+            self.policy.model,
+            self.config.optimizer,
+            self.device,
+            total_steps=self.config.steps * self.algorithm.minibatches,
         )
 
     def update(self, minibatch: PackedBatch) -> dict[str, float]:

@@ -1,0 +1,215 @@
+"""The driver's handle on all trainer ranks: every call goes to all of them, has a deadline, and names who failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayTaskError
+
+from rl_tpu.config.schema import ClusterConfig, RunConfig
+from rl_tpu.devices import get_device
+from rl_tpu.errors import RunError, UserError
+from rl_tpu.trainer.packing import padding_share
+from rl_tpu.trainer.rank import Place, TrainerRank, arrays_of
+from rl_tpu.types import PackedBatch
+
+CLOSE_TIMEOUT_S = 10.0
+GRACE_S = 5.0
+"""How long the other ranks get to finish a call that failed on one of them."""
+
+
+class TrainerGroup:
+    """All ranks of the trainer. Make one with `start`; end it with `close`."""
+
+    def __init__(self, config: RunConfig, actors: list[Any], logs: list[Path]):
+        self._config = config
+        self._actors = actors
+        self._logs = logs
+        self._broken: str | None = None
+        self.publish_metrics: dict[str, float] = {}
+        """Of the last `publish`, by the slowest rank: `sync/publish_s`, `sync/publish_gb_per_s` (10^9 bytes)."""
+
+    @classmethod
+    async def start(
+        cls, config: RunConfig, model_dir: Path, run_dir: Path, run_id: str, actor_options: Sequence[dict[str, Any]]
+    ) -> TrainerGroup:
+        """One Ray actor per entry of `actor_options` (keyword arguments of Ray's `.options()`), rank 0 first, each with
+        the policy of `model_dir` in it. `run_id` names what weight_sync leaves outside the processes.
+
+        Raises UserError for a model the trainer cannot take, RunError for a rank that fails or is late; nothing is left
+        running then.
+        """
+        logs = [run_dir / "logs" / f"trainer-rank-{rank}.log" for rank in range(len(actor_options))]
+        logs[0].parent.mkdir(parents=True, exist_ok=True)
+        remote = ray.remote(TrainerRank)
+        actors = [remote.options(**options).remote(str(log)) for options, log in zip(actor_options, logs, strict=True)]
+        group = cls(config, actors, logs)
+        try:
+            async with asyncio.timeout(config.trainer.start_timeout_s):
+                places = await group._all("place")
+                environments = rank_environments(config, places)
+                each = [(config, str(model_dir), run_id, environment) for environment in environments]
+                await group._all("start", each=each)
+        except TimeoutError:
+            await group.close()
+            raise RunError(
+                f"the trainer did not start within trainer.start_timeout_s = {config.trainer.start_timeout_s:g} s; "
+                f"logs: {logs[0].parent}/trainer-rank-*.log"
+            ) from None
+        except BaseException:
+            await group.close()
+            raise
+        return group
+
+    async def update(self, minibatches: Sequence[PackedBatch]) -> dict[str, float]:
+        """One optimizer step per minibatch, in order; metrics `train/*` of them all (`merge_metrics`)."""
+        results = await self._all("update", ray.put([arrays_of(minibatch) for minibatch in minibatches]))
+        metrics = merge_metrics(results[0])
+        positions = [minibatch.rows * minibatch.row_tokens for minibatch in minibatches]
+        padding = sum(padding_share(batch) * size for batch, size in zip(minibatches, positions, strict=True))
+        return metrics | {"train/padding_share": padding / sum(positions)}
+
+    async def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log-probability of every label of `batch` under the present policy, [R, L] float32."""
+        parts = await self._all("logprobs", ray.put(arrays_of(batch)))
+        return torch.cat([torch.from_numpy(part.copy()) for part in parts])
+
+    async def publish(self, version: int) -> dict[str, Any]:
+        """Publish the present policy as `version`; the handle that engines receive it by."""
+        results = await self._all("publish", version, timeout_s=self._config.weight_sync.timeout_s)
+        seconds = max(stats["total_s"] for _, stats in results)
+        gigabytes = results[0][1]["total_bytes"] / 1e9
+        self.publish_metrics = {"sync/publish_s": seconds, "sync/publish_gb_per_s": gigabytes / seconds}
+        return results[0][0]
+
+    async def full_tensors(self) -> dict[str, torch.Tensor]:
+        """The whole present policy in Hugging Face's names and the engine's dtype, as the engines should hold it."""
+        return (await self._all("full_tensors"))[0]
+
+    async def save(self, directory: Path) -> None:
+        """Write a checkpoint into exactly `directory`."""
+        await self._all("save", str(directory))
+
+    async def load(self, directory: Path) -> None:
+        """Restore the checkpoint in `directory`; UserError if it is none of this model."""
+        await self._all("load", str(directory))
+
+    async def export_hf(self, directory: Path) -> None:
+        """Write the present policy as a Hugging Face directory."""
+        await self._all("export_hf", str(directory))
+
+    async def close(self) -> None:
+        """End all ranks, at the latest after a few seconds."""
+        if self._broken is None:
+            calls = [asyncio.wrap_future(actor.close.remote().future()) for actor in self._actors]
+            done, _ = await asyncio.wait(calls, timeout=CLOSE_TIMEOUT_S)
+            _failed(list(done))
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        self._broken = "it was closed"
+
+    async def _all(
+        self, method: str, *args: Any, each: Sequence[tuple] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call `method` on every rank with `args`, or with its own of `each`; all results, by rank.
+
+        Once one rank fails and another does not come back, no later call is sent: the ranks would be out of step.
+        """
+        if self._broken is not None:
+            raise RunError(f"the trainer is not there any more: {self._broken}")
+        timeout_s = timeout_s or self._config.trainer.step_timeout_s
+        refs = [
+            getattr(actor, method).remote(*(each[rank] if each else args)) for rank, actor in enumerate(self._actors)
+        ]
+        calls = [asyncio.wrap_future(ref.future()) for ref in refs]
+        await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        failures = _failed(calls)
+        if failures:
+            await asyncio.wait(calls, timeout=GRACE_S)
+            _failed(calls)  # takes note of the others' errors, of which asyncio would complain
+        late = [rank for rank, call in enumerate(calls) if not call.done()]
+        if failures:
+            error = self._failure(method, failures[0], calls[failures[0]].exception())
+        elif late:
+            error = RunError(
+                f"trainer rank {', '.join(map(str, late))} did not finish {method} within {timeout_s:g} s; "
+                f"log: {self._logs[late[0]]}"
+            )
+        else:
+            return [call.result() for call in calls]
+        if late:
+            self._broken = str(error)
+            for call in calls:
+                call.cancel()
+        raise error
+
+    def _failure(self, method: str, rank: int, error: BaseException) -> Exception:
+        """One line for what a rank raised."""
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, UserError):
+            return UserError(str(cause))
+        if isinstance(error, RayActorError):
+            self._broken = f"rank {rank} died"
+            return RunError(f"trainer rank {rank} died in {method}; log: {self._logs[rank]}")
+        reason = (str(cause).strip().splitlines() or ["no message"])[0]
+        return RunError(
+            f"trainer rank {rank} failed in {method}: {type(cause).__name__}: {reason}; log: {self._logs[rank]}"
+        )
+
+
+def _failed(calls: Sequence[asyncio.Future]) -> list[int]:
+    return [rank for rank, call in enumerate(calls) if call.done() and call.exception()]
+
+
+def rank_environments(config: RunConfig, places: Sequence[Place]) -> list[dict[str, str]]:
+    """The environment of every rank: ranks on one host count up, and all meet at rank 0's port."""
+    device, cluster = get_device(config.cluster.device), config.cluster
+    nodes = [place.node for place in places]
+    hosts = list(dict.fromkeys(nodes))
+    peers = [f"{place.address}:{place.peer_port}" for place in places]
+    return [
+        device.rank_environment(
+            rank=rank,
+            local_rank=nodes[:rank].count(place.node),
+            world_size=len(places),
+            local_world_size=nodes.count(place.node),
+            threads=config.trainer.threads_per_rank,
+            master_address=places[0].address,
+            master_port=places[0].port,
+            chips=trainer_chips(cluster, hosts.index(place.node)),
+            devices_per_chip=cluster.devices_per_chip,
+            peers=peers,
+        )
+        for rank, place in enumerate(places)
+    ]
+
+
+def trainer_chips(cluster: ClusterConfig, host: int) -> list[int]:
+    """Chips of the `host`-th trainer host that train: the trainer takes the first chips of the cluster, in order."""
+    return list(range(min(cluster.chips_per_host, cluster.trainer_chips - host * cluster.chips_per_host)))
+
+
+def merge_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as those of one: counts add up, maxima stay maxima, the learning rate is the
+    last, the deviation from the engine is the first step's (before the weights moved), the rest are means."""
+    merged = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps]
+        if name in ("train/tokens", "train/loss_tokens", "train/skipped_updates"):
+            merged[name] = sum(values)
+        elif name.startswith("train/logprob_diff_"):
+            merged[name] = values[0]
+        elif name.endswith("_max"):
+            merged[name] = max(values)
+        elif name == "train/learning_rate":
+            merged[name] = values[-1]
+        else:
+            merged[name] = sum(values) / len(values)
+    seconds = sum(step["train/tokens"] / step["train/tokens_per_s"] for step in steps)
+    return merged | {"train/tokens_per_s": merged["train/tokens"] / seconds}

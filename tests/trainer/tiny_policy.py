@@ -1,0 +1,98 @@
+"""Tiny Qwen3 models, their transformers twins, samples to train on, and a trainer in this process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The registry's torchvision is built for CUDA: beside a CPU torch its operators are missing, and transformers imports it.
+_torchvision = torch.library.Library("torchvision", "FRAGMENT")
+if not hasattr(torch.ops.torchvision, "nms"):
+    for _operator in ("nms", "qnms"):
+        _torchvision.define(f"{_operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from rl_tpu.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig  # noqa: E402
+from rl_tpu.trainer.step import PolicyTrainer  # noqa: E402
+from rl_tpu.types import Sample, VersionSpan  # noqa: E402
+
+VOCABULARY = 257  # odd: two ranks hold unequal shares of the embedding
+
+
+def tiny_qwen3(tied: bool) -> Qwen3ForCausalLM:
+    """Two layers, with weights and norms far enough from their initial values that a mistake shows."""
+    torch.manual_seed(tied)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0, 0.1) if "norm" in name else parameter.normal_(0, 0.08)
+    return model
+
+
+@contextmanager
+def one_rank(
+    model_dir: Path, algorithm: AlgorithmConfig | None = None, rows_per_microbatch: int = 2, **options: Any
+) -> Iterator[PolicyTrainer]:
+    """A trainer that is the only rank, in this process."""
+    trainer = PolicyTrainer(trainer_config(rows_per_microbatch), algorithm or AlgorithmConfig(), model_dir, **options)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def trainer_config(rows_per_microbatch: int = 2, **options: Any) -> TrainerConfig:
+    optimizer = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
+    return TrainerConfig(
+        **{"steps": 10, "row_tokens": [64, 128], "param_dtype": "float32", "optimizer": optimizer}
+        | {"rows_per_microbatch": rows_per_microbatch}
+        | options
+    )
+
+
+def make_samples(count: int, seed: int = 0, longest: int = 60) -> list[Sample]:
+    """Random samples of unequal length; some response tokens belong to the environment."""
+    draw = random.Random(seed)
+    samples = []
+    for _ in range(count):
+        prompt, response = draw.randint(1, longest // 3), draw.randint(1, 2 * longest // 3)
+        mask = [int(draw.random() < 0.8) for _ in range(response)]
+        samples.append(
+            Sample(
+                prompt_ids=[draw.randrange(VOCABULARY) for _ in range(prompt)],
+                response_ids=[draw.randrange(VOCABULARY) for _ in range(response)],
+                loss_mask=mask,
+                logprobs=[draw.uniform(-7, -3) for _ in range(response)],
+                spans=[VersionSpan(0, 0, response)],
+                finish_reason="stop",
+                advantage=draw.gauss(0, 1),
+            )
+        )
+    return samples
+
+
+@torch.no_grad()
+def transformers_logprobs(model: Qwen3ForCausalLM, sample: Sample, temperature: float = 1.0) -> list[float]:
+    """Log-probability of every response token, one sample at a time, without packing."""
+    ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+    table = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)
+    first = len(sample.prompt_ids)
+    return [float(table[t - 1, ids[0, t]]) for t in range(first, ids.shape[1])]
