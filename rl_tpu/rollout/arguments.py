@@ -1,14 +1,32 @@
-"""From a run's configuration to the arguments of one SGLang server."""
+"""From a run's configuration to the command line and the environment of one SGLang server."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.devices import get_device
+from rl_tpu.rollout import sglang_cpu
 from rl_tpu.rollout.weight_loader import LOADER
+
+
+def server_environment(config: RunConfig, model_dir: Path, chips: Sequence[int]) -> dict[str, str]:
+    """Environment variables of the server. ``chips`` are its chips on its host; empty for those already visible."""
+    rollout = config.rollout
+    device = get_device(config.cluster.device)
+    if not chips and device.chip_resource is None:
+        chips = range(rollout.tensor_parallel)
+    return {
+        # /health says whether the server is up; whether it can generate is /health_generate's business.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        **spare_other_models(model_dir),
+        **device.engine_environment(rollout.threads_per_engine, list(chips)),
+    }
 
 
 def server_options(config: RunConfig, model_dir: Path, index: int) -> dict[str, Any]:
@@ -17,6 +35,8 @@ def server_options(config: RunConfig, model_dir: Path, index: int) -> dict[str, 
     The user's ``rollout.server_options`` come last and win.
     """
     rollout = config.rollout
+    device = get_device(config.cluster.device)
+    platform = device.engine_environment(rollout.threads_per_engine).get("SGLANG_PLATFORM")
     return {
         "model_path": str(model_dir),
         "dtype": rollout.dtype,
@@ -30,12 +50,13 @@ def server_options(config: RunConfig, model_dir: Path, index: int) -> dict[str, 
         # A model's generation_config.json must not change how requests are sampled.
         "sampling_defaults": "openai",
         "log_level": "warning",
-        **get_device(config.cluster.device).engine_options(),
+        **(sglang_cpu.SERVER_OPTIONS if platform == sglang_cpu.PLATFORM else {}),
+        **device.engine_options(),
         **rollout.server_options,
     }
 
 
-def server_arguments(options: dict[str, Any]) -> list[str]:
+def server_arguments(options: Mapping[str, Any]) -> list[str]:
     """The command line. A true option is a flag of its own; false and None mean SGLang's default."""
     arguments = []
     for name, value in options.items():
@@ -49,3 +70,22 @@ def server_arguments(options: dict[str, Any]) -> list[str]:
         elif value is not True:
             arguments.append(str(value))
     return arguments
+
+
+def spare_other_models(model_dir: Path) -> dict[str, str]:
+    """Spare the server the import of the two hundred other models SGLang knows. Empty if ours is not found there."""
+    package = importlib.util.find_spec("sglang")
+    try:
+        architectures = json.loads((model_dir / "config.json").read_text())["architectures"]
+    except (OSError, ValueError, KeyError):
+        return {}  # SGLang will say what is wrong with the model
+    if package is None or package.origin is None:
+        return {}
+    ours = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
+    needed = {
+        path.stem: bool(ours.search(path.read_text()))
+        for path in (Path(package.origin).parent / "srt" / "models").glob("*.py")
+    }
+    if not any(needed.values()):
+        return {}
+    return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(name for name in needed if not needed[name]))}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,23 +28,37 @@ class Fleet:
     def __init__(self, engines: Sequence[Engine], config: RunConfig):
         self.engines = list(engines)
         self.lost: dict[str, str] = {}
-        self._timeout_s = config.weight_sync.timeout_s
+        self._seed = config.seed
+        self._version = 0
+        self._requests = 0
+        """Requests since the last update."""
         self._load = dict.fromkeys((engine.name for engine in engines), 0)
         """Tokens asked of each engine and not yet answered."""
 
     @classmethod
     async def start(
-        cls, config: RunConfig, model_dir: Path, run_dir: Path, actor_options: Sequence[Mapping[str, Any]]
+        cls,
+        config: RunConfig,
+        model_dir: Path,
+        run_dir: Path,
+        actor_options: Sequence[Mapping[str, Any]],
+        chips: Sequence[Sequence[int]] = (),
     ) -> Fleet:
-        """Start all engines at once; ``actor_options`` are Ray's options of each engine's actor.
+        """Start all engines at once.
+
+        ``actor_options`` are Ray's options of each engine's actor; ``chips`` each engine's chips on its host, where Ray
+        does not choose them. Logs go to run_dir/logs.
 
         Raises UserError or RunError of the first engine that did not start; then none is left running.
         """
-        starts = [
-            SGLangEngine.start(config, Path(model_dir), Path(run_dir), index, options)
+        tasks = [
+            asyncio.create_task(
+                SGLangEngine.start(
+                    config, Path(model_dir), Path(run_dir), index, options, chips[index] if chips else ()
+                )
+            )
             for index, options in enumerate(actor_options)
         ]
-        tasks = [asyncio.ensure_future(start) for start in starts]
         try:
             return cls(await asyncio.gather(*tasks), config)
         except BaseException:
@@ -53,8 +69,14 @@ class Fleet:
             raise
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1) -> list[Completion]:
-        """``n`` completions from the engine with the least to do. If it fails, another one is asked."""
+        """``n`` completions from the engine with the least to do. If it fails, another one is asked.
+
+        Without a seed of its own a request gets one that follows from the run's seed, the policy version and the number
+        of requests before it under that version.
+        """
         cost = n * (len(prompt_ids) + params.max_response_tokens)
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=self._next_seed())
         while True:
             engine = self._least_busy()
             self._load[engine.name] += cost
@@ -77,6 +99,7 @@ class Fleet:
         updates = [outcome for outcome in outcomes if outcome is not None]
         if not updates:
             raise RunError(f"no engine took policy version {version}: {self._losses()}")
+        self._version, self._requests = version, 0
         return {
             "sync/engine_seconds": max(update.seconds for update in updates),
             "sync/pause_seconds": max(update.pause_seconds for update in updates),
@@ -106,20 +129,22 @@ class Fleet:
 
     async def close(self) -> None:
         """End all engines."""
-        await asyncio.gather(*(engine.close() for engine in self.engines))
+        await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
 
     async def _update(self, engine: Engine, handle: Mapping[str, Any], version: int) -> WeightUpdate | None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                update = await engine.update_weights(handle, version)
-        except TimeoutError:
-            self._lose(engine, f"{engine.name} did not take version {version} within {self._timeout_s:g} s")
+            update = await engine.update_weights(handle, version)
         except RunError as error:
             self._lose(engine, str(error))
-        else:
-            self.lost.pop(engine.name, None)
-            return update
-        return None
+            return None
+        self.lost.pop(engine.name, None)
+        return update
+
+    def _next_seed(self) -> int:
+        text = f"{self._seed} {self._version} {self._requests}"
+        self._requests += 1
+        # Below 2**62, so that adding a sample's number stays within SGLang's signed 64 bits.
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
 
     def _lose(self, engine: Engine, reason: str) -> None:
         self.lost[engine.name] = reason

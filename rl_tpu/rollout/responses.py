@@ -1,4 +1,4 @@
-"""SGLang's generation requests and answers, as of 0.5.23. Pure: no network, no engine."""
+"""SGLang's requests and answers, as of 0.5.23. Pure: no network, no engine."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rl_tpu.errors import RunError
+from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.engine import WeightUpdate
 from rl_tpu.types import Completion, SamplingParams, VersionSpan
 
+SUPPORT_TOKENS = 4096
+"""SGLang reports the probability of a token within a truncated distribution for at most so many tokens (its default)."""
 
-def request_body(prompt_ids: Sequence[int], params: SamplingParams, n: int) -> dict[str, Any]:
-    """Body of ``/generate`` for n samples of one prompt, with log-probabilities of the sampled tokens."""
-    sampling = {
+
+def request_body(prompt_ids: Sequence[int], params: SamplingParams, n: int, vocabulary: int) -> dict[str, Any]:
+    """Body of ``/generate`` for n samples of one prompt, with the log-probabilities of the sampled tokens.
+
+    SGLang's ordinary log-probabilities are those of the whole distribution at the request's temperature (1 if greedy).
+    Where top_p, top_k or min_p truncate it they are not those of the distribution that was sampled from, so these are
+    asked for as well; the truncation is then taken among the ``SUPPORT_TOKENS`` likeliest tokens.
+
+    Sample i is drawn with seed ``params.seed + i``; engines without seeded sampling ignore it.
+
+    Raises UserError for a token id outside of the vocabulary (SGLang does not check, and a CPU server would die of it).
+    """
+    if not prompt_ids or not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
+        where = f"a token id outside of the model's vocabulary of {vocabulary}" if prompt_ids else "no token"
+        raise UserError(f"a prompt of {len(prompt_ids)} tokens has {where}; is the tokenizer the model's own?")
+    sampling: dict[str, Any] = {
         "max_new_tokens": params.max_response_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -21,20 +36,32 @@ def request_body(prompt_ids: Sequence[int], params: SamplingParams, n: int) -> d
         "min_p": params.min_p,
         "stop_token_ids": list(params.stop_token_ids),
     }
+    truncated = is_truncated(params)
+    if truncated:
+        support = min(vocabulary, SUPPORT_TOKENS)
+        sampling["top_k"] = params.top_k if 0 < params.top_k < support else support
     seeds = [{} if params.seed is None else {"sampling_seed": params.seed + i} for i in range(n)]
     return {
         "input_ids": [list(prompt_ids)] * n,
         "sampling_params": [{**sampling, **seed} for seed in seeds],
         "return_logprob": True,
+        **({"return_sampling_mask": True} if truncated else {}),
     }
+
+
+def is_truncated(params: SamplingParams) -> bool:
+    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
 
 
 def parse_completion(item: dict[str, Any]) -> Completion:
     """One element of the answer of ``/generate``."""
     meta = item["meta_info"]
+    logprobs = meta.get("output_token_sampling_logprobs")
+    if logprobs is None:
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     return Completion(
         response_ids=item["output_ids"],
-        logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+        logprobs=logprobs,
         finish_reason=meta["finish_reason"]["type"],
         spans=[VersionSpan(int(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"]],
         cached_prompt_tokens=meta["cached_tokens"],
@@ -42,23 +69,22 @@ def parse_completion(item: dict[str, Any]) -> Completion:
 
 
 def parse_json(engine: str, path: str, status: int, text: str) -> Any:
-    """The body of an answer. Raises RunError with the engine's own message where it says no."""
+    """The body of an answer. Raises RunError with SGLang's own message where it says no."""
     try:
         answer = json.loads(text) if text else None
     except ValueError:
         answer = None
-    if status != 200:
-        message = text
-        if isinstance(answer, dict):
-            message = answer.get("message") or answer.get("error", text)
-        if isinstance(message, dict):
-            message = message.get("message", text)
-        raise RunError(f"{engine} refused {path}: {message or f'HTTP status {status}'}")
-    return answer
+    if status == 200:
+        return answer
+    message = text or f"HTTP status {status}"
+    if isinstance(answer, dict):
+        said = answer.get("message") or answer.get("error") or message
+        message = said.get("message", message) if isinstance(said, dict) else said
+    raise RunError(f"{engine} refused {path}: {message}")
 
 
 def parse_update(answer: dict[str, Any], version: int, seconds: float, pause_seconds: float) -> WeightUpdate:
-    """The report `weight_loader` put into the answer's message; SGLang appends words of its own."""
+    """The report that `weight_loader` put into the answer's message; SGLang appends words of its own."""
     report, _ = json.JSONDecoder().raw_decode(answer["message"])
     return WeightUpdate(
         version=version,

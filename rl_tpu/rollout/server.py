@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from rl_tpu.rollout import sglang_cpu, weight_loader
+from rl_tpu.rollout import sglang_cpu
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -31,9 +31,9 @@ _SHARED_MEMORY = re.compile(r"/dev/shm/(?:sgl_shm|sglang|multi_tokenizer_args)_\
 def prepare() -> None:
     """What every process of the server needs before it imports SGLang."""
     if sglang_cpu.chosen():
-        from rl_tpu.rollout.sglang_cpu import imports
+        sglang_cpu.prepare_process()
+    from rl_tpu.rollout import weight_loader
 
-        imports.install()
     weight_loader.register_hook()
 
 
@@ -95,7 +95,7 @@ def shared_memory_files(group: int) -> set[str]:
     return files
 
 
-# SGLang starts its workers with multiprocessing's spawn, which first imports this module in each of them.
+# Where SGLang spawns its workers (on our CPU platform it forks them), each of them first imports this module.
 if __name__ == "__mp_main__":
     prepare()
 elif __name__ == "__main__":

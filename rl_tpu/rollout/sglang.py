@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,36 +14,33 @@ import aiohttp
 import ray
 
 from rl_tpu.config.schema import RunConfig
-from rl_tpu.devices import get_device
 from rl_tpu.errors import RunError, UserError
-from rl_tpu.rollout.arguments import server_arguments, server_options
+from rl_tpu.rollout.arguments import server_arguments, server_environment, server_options
 from rl_tpu.rollout.engine import WeightUpdate
 from rl_tpu.rollout.process import ServerProcess, free_port
 from rl_tpu.rollout.responses import parse_completion, parse_json, parse_update, request_body
 from rl_tpu.rollout.weight_loader import LOADER, encode_request
 from rl_tpu.types import Completion, SamplingParams
 
-CONTROL_TIMEOUT_S = 60.0
-"""Deadline of a control request and of a call to an engine's actor."""
+CONTROL_TIMEOUT_S = 30.0
+"""Deadline of a small request and of a call to an engine's actor."""
+SHARED_PROMPT_TOKENS = 256
+"""A prompt this long is read once before its n samples are asked for, which then find it in the prefix cache."""
+KEEP_ALIVE_S = 3.0
+"""SGLang closes a connection that was idle for 5 s; a request sent just then would be lost."""
 
 
 class ServerActor:
     """Ray actor on the engine's devices. The server lives as long as this process, however that ends."""
 
-    def __init__(self, name: str, config: RunConfig, model_dir: Path, log: Path, index: int):
-        device = get_device(config.cluster.device)
-        shared_host = config.cluster.hosts == 1 and config.cluster.address is None
-        host = "127.0.0.1" if shared_host else ray.util.get_node_ip_address()
+    def __init__(self, name: str, config: RunConfig, model_dir: Path, log: Path, index: int, chips: Sequence[int]):
+        local = config.cluster.hosts == 1 and config.cluster.address is None
+        host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         port = free_port(host)
-        options = {**server_options(config, model_dir, index), "host": host, "port": port}
-        # An accelerator's chips are already chosen by Ray, in this process' environment.
-        shares = range(config.rollout.tensor_parallel) if device.chip_resource is None else ()
-        environment = {
-            **device.engine_environment(config.rollout.threads_per_engine, list(shares)),
-            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health only says whether the server is up
-        }
+        arguments = server_arguments({**server_options(config, model_dir, index), "host": host, "port": port})
+        environment = server_environment(config, model_dir, chips)
         self._timeout_s = config.rollout.start_timeout_s
-        self._server = ServerProcess(name, f"http://{host}:{port}", server_arguments(options), environment, log)
+        self._server = ServerProcess(name, f"http://{host}:{port}", arguments, environment, log)
 
     def start(self) -> str:
         """The server's URL, once it answers. Raises UserError or RunError."""
@@ -59,130 +58,163 @@ class ServerActor:
 class SGLangEngine:
     """The driver's side of one engine. Create with `start`."""
 
-    def __init__(self, name: str, url: str, actor: Any, config: RunConfig, log: Path):
+    def __init__(self, name: str, url: str, actor: Any, config: RunConfig, vocabulary: int, log: Path):
         self.name = name
         self.url = url
         self.log = log
         self._actor = actor
         self._config = config
+        self._vocabulary = vocabulary
         self._session: aiohttp.ClientSession | None = None
-        self._update_lock = asyncio.Lock()
+        self._updating = asyncio.Lock()
 
     @classmethod
     async def start(
-        cls, config: RunConfig, model_dir: Path, run_dir: Path, index: int, actor_options: Mapping[str, Any]
+        cls,
+        config: RunConfig,
+        model_dir: Path,
+        run_dir: Path,
+        index: int,
+        actor_options: Mapping[str, Any],
+        chips: Sequence[int] = (),
     ) -> SGLangEngine:
         """Start the actor with Ray's ``actor_options`` and wait until its server answers.
 
         Raises:
-            UserError: SGLang does not know one of rollout.server_options.
+            UserError: the model cannot be read, or SGLang does not know one of rollout.server_options.
             RunError: it did not start; nothing is left running.
         """
         name, log = f"engine {index}", run_dir / "logs" / f"engine-{index}.log"
+        vocabulary = vocabulary_size(model_dir)
         # Concurrent calls: `failure` and `close` must be answered while `start` waits.
         options = {"max_concurrency": 4, "max_restarts": 0, **actor_options}
-        actor = ray.remote(ServerActor).options(**options).remote(name, config, model_dir, log, index)
+        actor = ray.remote(ServerActor).options(**options).remote(name, config, model_dir, log, index, chips)
         try:
             async with asyncio.timeout(config.rollout.start_timeout_s + CONTROL_TIMEOUT_S):
                 url = await actor.start.remote()
-        except (ray.exceptions.RayError, TimeoutError, asyncio.CancelledError) as error:
-            ray.kill(actor)
+        except BaseException as error:
+            ray.kill(actor)  # and with it a server that is still starting
             cause = getattr(error, "cause", None)
             if isinstance(cause, UserError | RunError):
                 raise type(cause)(str(cause)) from None
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            raise RunError(f"{name} did not start: {_one_line(error)} (log: {log})") from None
-        return cls(name, url, actor, config, log)
+            if isinstance(error, ray.exceptions.RayError | TimeoutError):
+                raise RunError(f"{name} did not start: {_one_line(error)} (log: {log})") from None
+            raise
+        return cls(name, url, actor, config, vocabulary, log)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
-        body = request_body(prompt_ids, params, n)
-        answer = await self._post("/generate", body, self._config.rollout.request_timeout_s)
-        return [parse_completion(item) for item in answer]
+        body = request_body(prompt_ids, params, n, self._vocabulary)
+        timeout_s = self._config.rollout.request_timeout_s
+        if n > 1 and len(prompt_ids) >= SHARED_PROMPT_TOKENS:
+            read_only = {"input_ids": list(prompt_ids), "sampling_params": {"max_new_tokens": 0}}
+            await self._post("/generate", read_only, timeout_s, retry=True)
+        return [parse_completion(item) for item in await self._post("/generate", body, timeout_s, retry=True)]
 
     async def update_weights(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
         sync = self._config.weight_sync
+        payload = encode_request(handle, sync.transport, sync.verify)
         body = {
-            "serialized_named_tensors": [encode_request(handle, sync.transport, sync.verify)]
-            * self._config.rollout.tensor_parallel,
+            "serialized_named_tensors": [payload] * self._config.rollout.tensor_parallel,
             "load_format": LOADER,
             "weight_version": str(version),
             "flush_cache": True,
         }
-        async with self._update_lock:
+        async with self._updating:
             start = time.perf_counter()
-            # Requests in flight give up their cache, wait, and go on under the new weights; none is aborted.
-            await self._control("/pause_generation", {"mode": "retract"})
             try:
-                paused = time.perf_counter()
-                await self._control("/begin_weight_update", {})
-                try:
-                    answer = await self._control("/update_weights_from_tensor", body, sync.timeout_s)
-                finally:
-                    await self._control("/end_weight_update", {})
-            finally:
-                await self._control("/continue_generation", {})
+                async with asyncio.timeout(sync.timeout_s), self._paused():
+                    paused = time.perf_counter()
+                    answer = await self._post("/update_weights_from_tensor", body, sync.timeout_s)
+            except TimeoutError:
+                raise RunError(
+                    f"{self.name} did not take policy version {version} within weight_sync.timeout_s"
+                    f" {sync.timeout_s:g} s (log: {self.log})"
+                ) from None
             end = time.perf_counter()
         return parse_update(answer, version, seconds=end - start, pause_seconds=end - paused)
 
     async def weight_checksums(self) -> dict[str, str]:
-        answer = await self._control("/weights_checker", {"action": "checksum"}, self._config.weight_sync.timeout_s)
-        checksums: dict[str, str] = {}
-        for rank in answer["ranks"]:
-            checksums.update(rank["checksums"])
-        return checksums
+        request = {"action": "checksum"}
+        answer = await self._post("/weights_checker", request, self._config.weight_sync.timeout_s, retry=True)
+        return {name: value for rank in answer["ranks"] for name, value in rank["checksums"].items()}
 
     async def healthy(self) -> bool:
+        timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
         try:
-            async with (await self._http()).get(f"{self.url}/health_generate", timeout=_timeout(30)) as response:
+            async with self._http().get(f"{self.url}/health_generate", timeout=timeout) as response:
                 return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+        except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-        try:
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # a dead actor's server is gone already
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
                 await self._actor.close.remote()
-        except (ray.exceptions.RayError, TimeoutError):
-            pass  # the actor is gone, and its server with it
         ray.kill(self._actor)
 
-    async def _control(self, path: str, body: Mapping[str, Any], timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        return await self._post(path, body, timeout_s)
-
-    async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        """The JSON answer. Raises UserError where SGLang refuses the request, RunError where it failed."""
+    @contextlib.asynccontextmanager
+    async def _paused(self):
+        """A weight update session. Requests in flight give up their cache, wait, and go on under the new weights."""
+        await self._post("/pause_generation", {"mode": "retract"}, CONTROL_TIMEOUT_S)
         try:
-            async with (await self._http()).post(self.url + path, json=body, timeout=_timeout(timeout_s)) as response:
+            await self._post("/begin_weight_update", {}, CONTROL_TIMEOUT_S)
+            try:
+                yield
+            finally:
+                await self._post("/end_weight_update", {}, CONTROL_TIMEOUT_S)
+        finally:
+            await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)
+
+    async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float, retry: bool = False) -> Any:
+        """The JSON answer. ``retry`` a request whose connection broke once, if the server lives and it does no harm.
+
+        Raises RunError where SGLang refuses the request, does not answer or is gone.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._http().post(self.url + path, json=body, timeout=timeout) as response:
                 status, text = response.status, await response.text()
         except TimeoutError:
             raise RunError(f"{self.name} did not answer {path} within {timeout_s:g} s (log: {self.log})") from None
-        except aiohttp.ClientError as error:
-            raise RunError(await self._why_unreachable(path, error)) from None
+        except (aiohttp.ClientError, OSError) as error:
+            failure = await self._failure()
+            if failure is None and retry:
+                return await self._post(path, body, timeout_s)
+            broken = f"{self.name} broke off {path}: {_one_line(error)} (log: {self.log})"
+            raise RunError(failure or broken) from None
         return parse_json(self.name, path, status, text)
 
-    async def _why_unreachable(self, path: str, error: Exception) -> str:
+    async def _failure(self) -> str | None:
+        """Why the server is gone; None if it still runs a second after a connection broke."""
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                for _ in range(20):  # a dying server takes a moment to be gone
+                for _ in range(10):
                     if failure := await self._actor.failure.remote():
                         return failure
                     await asyncio.sleep(0.1)
         except (ray.exceptions.RayError, TimeoutError):
             return f"{self.name} is gone: its Ray actor died (log: {self.log})"
-        return f"{self.name} broke off {path}: {_one_line(error)} (log: {self.log})"
+        return None
 
-    async def _http(self) -> aiohttp.ClientSession:
+    def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
 
-def _timeout(seconds: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=seconds)
+def vocabulary_size(model_dir: Path) -> int:
+    """From the model's config.json. Raises UserError."""
+    path = model_dir / "config.json"
+    try:
+        return int(json.loads(path.read_text())["vocab_size"])
+    except OSError as error:
+        raise UserError(f"model.path {model_dir} is no Hugging Face model: {error.strerror}: {path}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} gives no vocab_size: {_one_line(error)}") from None
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).split())[:300] or type(error).__name__

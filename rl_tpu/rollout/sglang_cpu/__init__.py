@@ -8,6 +8,9 @@ What SGLang 0.5.23 is changed in, all of it in the server's own processes:
 
 * ``platform.py``: the platform class itself, plus Dynamo switched off (a few helpers would compile C++ at first use).
 * ``imports.py``: stand-ins so that ``import triton`` and ``import torchvision`` succeed where their binaries cannot load.
+* ``prepare_process`` below: worker processes are forked from the server instead of spawned. Forking is ruled out by
+  accelerator runtimes, not by a CPU, and importing SGLang three times is most of what a start takes (25 s of CPU time
+  spawned, 10 s forked).
 * ``register_hooks`` below: seeded sampling. ``--enable-deterministic-inference`` accepts the torch_native attention
   backend, its batch-invariant Triton kernels are left out (torch_native computes one sequence at a time), and the hash
   behind seeded sampling, a compiled kernel elsewhere, is computed in torch (``murmur.py``).
@@ -21,6 +24,16 @@ PLATFORM = "rl_tpu_cpu"
 """Our name among SGLang's platforms, as pyproject.toml registers it."""
 
 
+SERVER_OPTIONS = {
+    # Seeded sampling, so that a run can be repeated. It costs nothing here, the batches being computed as before; every
+    # request must then bring a seed, for SGLang gives all that do not the same one.
+    "enable_deterministic_inference": True,
+    # Overlapping the scheduler with the device makes every request pay for one decoding step too many, and no CPU is idle.
+    "disable_overlap_schedule": True,
+}
+"""Arguments that suit the platform."""
+
+
 def chosen() -> bool:
     """Whether this process was asked to run SGLang on our platform."""
     return os.environ.get("SGLANG_PLATFORM") == PLATFORM
@@ -29,6 +42,17 @@ def chosen() -> bool:
 def activate() -> str | None:
     """Entry point ``sglang.srt.platforms``: the platform class by name, or None to stand aside."""
     return "rl_tpu.rollout.sglang_cpu.platform.CpuPlatform" if chosen() else None
+
+
+def prepare_process() -> None:
+    """Called by `rl_tpu.rollout.server` before it imports SGLang."""
+    import multiprocessing
+
+    from rl_tpu.rollout.sglang_cpu import imports
+
+    imports.install()
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *_, **__: None  # SGLang sets "spawn"
 
 
 def register_hooks() -> None:
