@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from typing import Any
+
+import psutil
 
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.errors import UserError
@@ -13,6 +16,8 @@ from rl_tpu.tracking.sink import Metrics, Sink, evaluation_metrics
 
 START_TIMEOUT_S = 60.0
 FINISH_TIMEOUT_S = 60.0
+SERVICE_TIMEOUT_S = 15.0
+"""What wandb's service process gets beyond that to answer."""
 
 
 class WandbSink(Sink):
@@ -67,4 +72,28 @@ class WandbSink(Sink):
         self._run.summary.update({"status": summary["status"]})
 
     def close(self) -> None:
-        self._run.finish()
+        run, self._run = self._run, None
+        if run is not None:
+            _finish(run)
+
+
+def _finish(run: Any) -> None:
+    """End the run. wandb bounds the upload, but waits for its own service process, here and at exit, without a deadline."""
+    failures: list[Exception] = []
+
+    def finish() -> None:
+        try:
+            run.finish()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=finish, name="wandb finish", daemon=True)
+    thread.start()
+    thread.join(FINISH_TIMEOUT_S + SERVICE_TIMEOUT_S)
+    if thread.is_alive():
+        for process in psutil.Process().children(recursive=True):
+            if process.name().startswith("wandb-"):
+                process.kill()
+        raise TimeoutError("its service does not answer and was ended; upload later with wandb sync")
+    if failures:
+        raise failures[0]

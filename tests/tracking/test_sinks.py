@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from rl_tpu.tracking import RunDirectory
@@ -123,6 +124,32 @@ def test_an_unreachable_wandb_is_one_warning(tmp_path):
     assert warning.startswith("tracking: wandb is switched off for the rest of the run (CommError")
     assert "Traceback" not in ended.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
+
+
+FROZEN = """
+import sys
+from pathlib import Path
+import psutil
+sys.path.insert(0, {tests!r})
+from conftest import run_config
+from rl_tpu.tracking import Tracker, wandb
+wandb.FINISH_TIMEOUT_S = wandb.SERVICE_TIMEOUT_S = 1.0
+with Tracker.open(run_config(wandb={{"mode": "offline"}}), Path({run!r}), total_steps=1) as tracker:
+    tracker.log(0, {{"reward/mean": 0.5}})
+    (service,) = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+    service.suspend()
+    tracker.directory.path.joinpath("service").write_text(str(service.pid))
+"""
+
+
+def test_a_wandb_that_hangs_does_not_keep_the_run_from_ending(tmp_path):
+    code = FROZEN.format(tests=os.path.dirname(__file__), run=str(tmp_path / "run"))
+    ended = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    (warning,) = [line for line in ended.stderr.splitlines() if line.startswith("tracking:")]
+    assert "wandb is switched off for the rest of the run (TimeoutError: its service does not answer" in warning
+    service = int((tmp_path / "run/service").read_text())
+    assert not psutil.pid_exists(service)
 
 
 def rows(path):
