@@ -209,8 +209,7 @@ class SharedMemoryReceiver(Receiver):
                 )
 
         check()
-        manifest = self._read_manifest(segment, handle)
-        check()
+        manifest = self._read_manifest(segment, handle, check)
         if self._verify:
             self._check_hashes(segment, manifest, check)
         else:
@@ -235,12 +234,13 @@ class SharedMemoryReceiver(Receiver):
                 ) from error
         return self._segments[path]
 
-    def _read_manifest(self, segment: Segment, handle: Handle) -> Manifest:
+    def _read_manifest(self, segment: Segment, handle: Handle, check: Callable[[], None]) -> Manifest:
         offset, nbytes = handle["manifest_offset"], handle["manifest_bytes"]
-        text = segment.data[offset : offset + nbytes]
+        text = segment.data[offset : offset + nbytes].numpy().tobytes()
+        check()  # bytes that were overwritten meanwhile are stale, not damaged
         if len(text) != nbytes or xxh3_128(text) != handle["manifest_xxh3_128"]:
             raise WeightSyncError(f"version {handle['version']}: the manifest in {segment.path} is damaged")
-        return Manifest.from_json(text.numpy().tobytes())
+        return Manifest.from_json(text)
 
     def _check_hashes(self, segment: Segment, manifest: Manifest, check: Callable[[], None]) -> None:
         wrong = wrong_tensors(segment.data, manifest.tensors, self._threads)

@@ -79,6 +79,11 @@ def test_overlap_names_both_ranks():
         make_layout(ranks)
 
 
+def test_an_overlap_does_not_make_up_for_a_gap():
+    with pytest.raises(CoverageError, match="overlaps"):
+        make_layout([[region("w", (4,), (0,), (2,))], [region("w", (4,), (1,), (2,))]])
+
+
 @pytest.mark.parametrize(
     "other",
     [region("w", (4,), (2,), (2,), torch.bfloat16), region("w", (5,), (2,), (2,)), region("w", (4, 1), (2, 0), (2, 1))],

@@ -15,6 +15,7 @@ import weight_sync
 from weight_sync import (
     CoverageError,
     Manifest,
+    Receiver,
     Shard,
     SpaceError,
     StaleHandleError,
@@ -217,7 +218,15 @@ def test_no_mixture_of_versions_is_ever_accepted(worker, run_id, tmp_path, verif
     newest, stop, numel = tmp_path / "newest.json", tmp_path / "stop", 300_000
     worker.call(sp.open_for, run_id, {"hashes": verify})
     worker.start(sp.publish_until, str(stop), numel, str(newest))
-    receiver = open_receiver("shared_memory", verify=verify)
+    try:
+        _race(open_receiver("shared_memory", verify=verify), newest)
+    finally:
+        stop.touch()
+        worker.finish()
+        worker.call(sp.close_sender)
+
+
+def _race(receiver: Receiver, newest: Path) -> None:
     accepted, refused, tries = set(), 0, 0
     deadline = time.monotonic() + 60
     while len(accepted) < 20 or refused < 20:
@@ -235,9 +244,6 @@ def test_no_mixture_of_versions_is_ever_accepted(worker, run_id, tmp_path, verif
             continue
         assert copy.unique().tolist() == [handle["version"]]
         accepted.add(handle["version"])
-    stop.touch()
-    worker.finish()
-    worker.call(sp.close_sender)
 
 
 # --- ranks fail together ---
