@@ -22,7 +22,10 @@ Keys inside free dictionaries (`options`, `sets`, `server_options`) are added wi
 def reference() -> str:
     """The whole reference as Markdown."""
     sections = [("", RunConfig), *_nested(RunConfig, "")]
-    sections += [("data.train, evaluation.sets.NAME.source", PromptSourceConfig), ("evaluation.sets.NAME", EvalSetConfig)]
+    sections += [
+        ("data.train, evaluation.sets.NAME.source", PromptSourceConfig),
+        ("evaluation.sets.NAME", EvalSetConfig),
+    ]
     return "\n".join([HEADER, *(_table(path, section) for path, section in sections)])
 
 
@@ -54,7 +57,9 @@ def _default(field: Any) -> Any:
 
 
 def _type_name(annotation: Any) -> str:
-    name = annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
+    name = (
+        annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
+    )
     name = re.sub(r"typing\.|rl_tpu\.config\.schema\.", "", name)
     name = re.sub(r"Annotated\[(\w+), .*?\]\)?\]?", r"\1", name)
     return re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace("'", "`"), name).replace("|", "or")

@@ -9,7 +9,7 @@ from rl_tpu.config.schema import PromptSourceConfig, RunConfig
 
 def broken_rules(config: RunConfig) -> list[str]:
     """Everything in `config` that cannot work together; empty if all is well."""
-    return [*_batches(config), *_lengths(config), *_chips(config), *_sources(config), *_schedule(config)]
+    return [*_batches(config), *_lengths(config), *_chips(config), *_sources(config)]
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
@@ -87,12 +87,3 @@ def _source(where: str, source: PromptSourceConfig) -> Iterator[str]:
         yield f"{where}.task and {where}.size are required for kind=reasoning_gym"
     if "{prompt}" not in source.template:
         yield f"{where}.template {source.template!r} must contain {{prompt}}"
-
-
-def _schedule(config: RunConfig) -> Iterator[str]:
-    updates = config.trainer.steps * config.algorithm.minibatches
-    if config.trainer.optimizer.warmup_steps > updates:
-        yield (
-            f"trainer.optimizer.warmup_steps {config.trainer.optimizer.warmup_steps} exceed the run's {updates} optimizer"
-            f" steps (trainer.steps {config.trainer.steps} x algorithm.minibatches {config.algorithm.minibatches})"
-        )

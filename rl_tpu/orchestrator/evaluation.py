@@ -81,5 +81,4 @@ def evaluation_metrics(groups: list[Group]) -> dict[str, float]:
     metrics["response_tokens_mean"] = sum(len(sample.response_ids) for sample in samples) / len(samples)
     metrics["truncated_share"] = sum(sample.finish_reason == "length" for sample in samples) / len(samples)
     metrics["reward_error_count"] = float(sum(sample.reward_error is not None for sample in samples))
-    metrics["prompts"] = float(len(groups))
     return metrics

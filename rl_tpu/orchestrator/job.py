@@ -28,7 +28,7 @@ from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.tracking import RunDirectory, Tracker
 from rl_tpu.trainer.group import TrainerGroup
-from weight_sync.shared_memory import remove_segments, remove_stale_segments
+from weight_sync import remove_segments, remove_stale_segments
 
 
 def run_job(config: RunConfig) -> None:

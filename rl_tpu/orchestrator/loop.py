@@ -67,8 +67,8 @@ async def train(run: Run) -> None:
             with timer("step"):
                 with timer("generate"):
                     groups = await run.interrupt.guard(run.collector.batch(run.step))
-                shape_rewards(groups, config)
                 metrics = rollout_metrics(groups, run.step) | {"rollout/dropped_groups": float(run.collector.dropped)}
+                metrics |= shape_rewards(groups, config)
                 with timer("train"):
                     metrics |= await run.trainer.update(minibatches(groups, config))
                 run.step += 1
@@ -119,18 +119,22 @@ async def answer(run: Run, prompt: Prompt) -> Group:
     return Group(-1, prompt, samples)
 
 
-def shape_rewards(groups: list[Group], config: RunConfig) -> None:
-    """Subtract the soft overlong penalty, then turn rewards into advantages within each group."""
+def shape_rewards(groups: list[Group], config: RunConfig) -> dict[str, float]:
+    """Subtract the soft overlong penalty, then turn rewards into advantages within each group.
+
+    The penalty is no part of what was solved: `rollout_metrics` are of the rewards before it, its mean is returned.
+    """
+    penalties = []
     for group in groups:
         if config.algorithm.overlong_buffer_tokens:
-            for sample in group.samples:
-                add_overlong_penalty(sample, config)
+            penalties += [add_overlong_penalty(sample, config) for sample in group.samples]
         advantages = group_advantages(group.rewards, config.algorithm.advantage)
         for sample, advantage in zip(group.samples, advantages, strict=True):
             sample.advantage = advantage
+    return {"reward/overlong_mean": sum(penalties) / len(penalties)} if penalties else {}
 
 
-def add_overlong_penalty(sample: Sample, config: RunConfig) -> None:
+def add_overlong_penalty(sample: Sample, config: RunConfig) -> float:
     penalty = soft_overlong_penalty(
         len(sample.response_ids),
         config.rollout.max_response_tokens,
@@ -139,6 +143,7 @@ def add_overlong_penalty(sample: Sample, config: RunConfig) -> None:
     )
     sample.reward_parts["overlong"] = penalty
     sample.reward += penalty
+    return penalty
 
 
 def minibatches(groups: list[Group], config: RunConfig) -> list[PackedBatch]:

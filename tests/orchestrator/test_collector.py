@@ -64,12 +64,16 @@ def test_synchronous_batches_are_the_prompts_in_order():
     engine = Engine(seed=3)
     collector = Collector(config(), PromptStream(PROMPTS, shuffle=False), engine.answer)
     batches = asyncio.run(run(collector, engine, 3))
-    assert [[group.prompt.id for group in batch] for batch in batches] == [list(map(str, range(i, i + 4))) for i in (0, 4, 8)]
+    assert [[group.prompt.id for group in batch] for batch in batches] == [
+        list(map(str, range(i, i + 4))) for i in (0, 4, 8)
+    ]
 
 
 def test_uniform_groups_are_dropped_and_replaced():
     engine = Engine(rewards=lambda prompt: (1.0, 1.0) if int(prompt.id) % 3 == 0 else (0.0, 1.0))
-    collector = Collector(config("algorithm.drop_uniform_groups=true"), PromptStream(PROMPTS, shuffle=False), engine.answer)
+    collector = Collector(
+        config("algorithm.drop_uniform_groups=true"), PromptStream(PROMPTS, shuffle=False), engine.answer
+    )
     batch = asyncio.run(run(collector, engine, 1))[0]
     assert [group.prompt.id for group in batch] == ["1", "2", "4", "5"]
 
