@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import types
 
@@ -21,12 +20,12 @@ def prepare_torchtitan(device: Device) -> None:
     if utils.device_type != device.name and "torchtitan.distributed" in sys.modules:
         raise RunError(f"torchtitan was imported for {utils.device_type} before it could be told to use {device.name}")
     utils.device_type, utils.device_module = device.name, device.torchtitan_module()
-    if importlib.util.find_spec("triton") is None:
-        _replace_triton_only_package()
+    _leave_out_triton()
 
 
-def _replace_triton_only_package() -> None:
-    """One expert-parallel dispatcher imports triton, which torchtitan does not declare; no model here uses it."""
+def _leave_out_triton() -> None:
+    """One expert-parallel dispatcher needs triton, which torchtitan does not declare. No model here uses it, so an empty
+    package stands in for it everywhere, with or without triton."""
     name = "torchtitan.distributed.minimal_async_ep"
     if name in sys.modules:
         return

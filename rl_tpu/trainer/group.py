@@ -30,6 +30,7 @@ class TrainerGroup:
         self._config = config
         self._actors = actors
         self._logs = logs
+        self._places: list[Place] = []
         self._broken: str | None = None
         self.publish_metrics: dict[str, float] = {}
         """Of the last `publish`, by the slowest rank: `sync/publish_s`, `sync/publish_gb_per_s` (10^9 bytes)."""
@@ -51,18 +52,18 @@ class TrainerGroup:
         group = cls(config, actors, logs)
         try:
             async with asyncio.timeout(config.trainer.start_timeout_s):
-                places = await group._all("place")
-                environments = rank_environments(config, places)
+                group._places = await group._all("place")
+                environments = rank_environments(config, group._places)
                 each = [(config, str(model_dir), run_id, environment) for environment in environments]
                 await group._all("start", each=each)
-        except TimeoutError:
+        except BaseException as error:
+            group._broken = "it did not start"
             await group.close()
-            raise RunError(
-                f"the trainer did not start within trainer.start_timeout_s = {config.trainer.start_timeout_s:g} s; "
-                f"logs: {logs[0].parent}/trainer-rank-*.log"
-            ) from None
-        except BaseException:
-            await group.close()
+            if isinstance(error, TimeoutError):
+                raise RunError(
+                    f"the trainer did not start within trainer.start_timeout_s = {config.trainer.start_timeout_s:g} s; "
+                    f"logs: {logs[0].parent}/trainer-rank-*.log"
+                ) from None
             raise
         return group
 
@@ -132,7 +133,9 @@ class TrainerGroup:
         failures = _failed(calls)
         if failures:
             await asyncio.wait(calls, timeout=GRACE_S)
-            _failed(calls)  # takes note of the others' errors, of which asyncio would complain
+            # When a rank dies, another may be the first to complain, of the lost connection.
+            dead = [rank for rank in _failed(calls) if isinstance(calls[rank].exception(), RayActorError)]
+            failures = dead or failures
         late = [rank for rank, call in enumerate(calls) if not call.done()]
         if failures:
             error = self._failure(method, failures[0], calls[failures[0]].exception())
@@ -155,8 +158,9 @@ class TrainerGroup:
         if isinstance(cause, UserError):
             return UserError(str(cause))
         if isinstance(error, RayActorError):
+            where = f" (process {self._places[rank].pid} on {self._places[rank].address})" if self._places else ""
             self._broken = f"rank {rank} died"
-            return RunError(f"trainer rank {rank} died in {method}; log: {self._logs[rank]}")
+            return RunError(f"trainer rank {rank}{where} died in {method}; log: {self._logs[rank]}")
         reason = (str(cause).strip().splitlines() or ["no message"])[0]
         return RunError(
             f"trainer rank {rank} failed in {method}: {type(cause).__name__}: {reason}; log: {self._logs[rank]}"

@@ -28,9 +28,10 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: its host, the host's address, a port on which it listens, and another that is free there."""
+    """Where a rank runs: its host, process id, the host's address, a port on which it listens, another that is free."""
 
     node: str
+    pid: int
     address: str
     port: int
     peer_port: int
@@ -56,7 +57,7 @@ class TrainerRank:
             peer_port = other.getsockname()[1]
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
-        return Place(context.get_node_id(), address, self._listener.getsockname()[1], peer_port)
+        return Place(context.get_node_id(), os.getpid(), address, self._listener.getsockname()[1], peer_port)
 
     def start(self, config: RunConfig, model_dir: str, run_id: str, environment: Mapping[str, str]) -> None:
         """Meet the other ranks, build and load the policy, open this rank's end of weight_sync."""

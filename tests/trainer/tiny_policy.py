@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-# The registry's torchvision is built for CUDA: beside a CPU torch its operators are missing, and transformers imports it.
-_torchvision = torch.library.Library("torchvision", "FRAGMENT")
-if not hasattr(torch.ops.torchvision, "nms"):
-    for _operator in ("nms", "qnms"):
-        _torchvision.define(f"{_operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+from rl_tpu.rollout.sglang_cpu import imports
+
+imports.install_torchvision()  # transformers needs it before it gives out a model
 
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
@@ -49,10 +47,15 @@ def tiny_qwen3(tied: bool) -> Qwen3ForCausalLM:
 
 @contextmanager
 def one_rank(
-    model_dir: Path, algorithm: AlgorithmConfig | None = None, rows_per_microbatch: int = 2, **options: Any
+    model_dir: Path,
+    algorithm: AlgorithmConfig | None = None,
+    rows_per_microbatch: int = 2,
+    param_dtype: str = "float32",
+    **options: Any,
 ) -> Iterator[PolicyTrainer]:
     """A trainer that is the only rank, in this process."""
-    trainer = PolicyTrainer(trainer_config(rows_per_microbatch), algorithm or AlgorithmConfig(), model_dir, **options)
+    config = trainer_config(rows_per_microbatch, param_dtype=param_dtype)
+    trainer = PolicyTrainer(config, algorithm or AlgorithmConfig(), model_dir, **options)
     try:
         yield trainer
     finally:

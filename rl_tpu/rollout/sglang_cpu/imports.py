@@ -26,7 +26,8 @@ class _TorchvisionOperators(importlib.abc.MetaPathFinder):
 
             library = torch.library.Library("torchvision", "FRAGMENT")
             for operator in ("nms", "qnms"):
-                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                if not hasattr(torch.ops.torchvision, operator):
+                    library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             _libraries.append(library)
 
 
@@ -74,8 +75,13 @@ class _TritonStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def install_torchvision() -> None:
+    """Put torchvision's stand-in in place for this process: transformers imports torchvision beside its models, too."""
+    sys.meta_path.insert(0, _TorchvisionOperators())
+
+
 def install() -> None:
     """Put the stand-ins in place for this process. Cheap: nothing is imported until SGLang asks."""
-    sys.meta_path.insert(0, _TorchvisionOperators())
+    install_torchvision()
     if importlib.util.find_spec("triton") is None:
         sys.meta_path.append(_TritonStub())
