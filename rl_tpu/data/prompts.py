@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,11 +44,8 @@ def load_prompts(
         messages = _messages(problem, config)
         texts.append(_render(messages, problem.where, tokenizer))
         rendered_messages.append(tuple(messages))
-    # The template wrote the special tokens already.
-    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-
     prompts = []
-    for problem, messages, tokens in zip(problems, rendered_messages, ids, strict=True):
+    for problem, messages, tokens in zip(problems, rendered_messages, _tokenize(texts, tokenizer), strict=True):
         if len(tokens) <= max_prompt_tokens:
             prompts.append(Prompt(problem.id, tuple(tokens), problem.answer, messages, problem.metadata))
         elif too_long == "fail":
@@ -124,6 +121,14 @@ def _render(messages: list[Message], where: str, tokenizer: Any) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise whatever their authors chose, for example for an unknown role
         raise UserError(f"{where}: the chat template refuses these messages: {one_line(error)}") from error
+
+
+def _tokenize(texts: list[str], tokenizer: Any) -> Iterator[list[int]]:
+    """Token ids of rendered prompts. In blocks: besides ids a fast tokenizer keeps much that nobody needs."""
+    for start in range(0, len(texts), 256):
+        block = texts[start : start + 256]
+        # The template wrote the special tokens already.
+        yield from tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _source(config: PromptSourceConfig) -> str:
