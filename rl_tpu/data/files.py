@@ -17,8 +17,6 @@ Row = tuple[int, dict[str, Any]]
 
 def file_problems(config: PromptSourceConfig) -> Iterator[Problem]:
     """The rows of a file, one problem each. Raises UserError, naming file and line, at the first bad one."""
-    if config.path is None:
-        raise UserError("a prompt source of kind file needs a path")
     path = Path(config.path).expanduser()
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.is_dir():

@@ -30,4 +30,8 @@ class Problem:
 
 def side(text: str, held_out_share: float) -> Literal["train", "held_out"]:
     """The side of the split a problem belongs to. It follows from the text alone: no seed, no order, no file."""
-    return "held_out" if xxhash.xxh3_64_intdigest(text.encode()) < held_out_share * 2**64 else "train"
+    return (
+        "held_out"
+        if xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass")) < held_out_share * 2**64
+        else "train"
+    )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rl_tpu.config.schema import PromptSourceConfig
 from rl_tpu.data.files import file_problems
-from rl_tpu.data.generated import generated_problems
+from rl_tpu.data.generated import generated_problems, make_task
 from rl_tpu.data.problem import Message, Problem, side
 from rl_tpu.errors import UserError
 from rl_tpu.registry import one_line
@@ -27,6 +27,22 @@ class PromptSet:
         return len(self.prompts)
 
 
+def check_source(config: PromptSourceConfig) -> None:
+    """Raise UserError for what is wrong with a source even before its file is there or a problem is generated."""
+    if "{prompt}" not in config.template:
+        raise UserError(f"the prompt template {config.template!r} has no {{prompt}} in it")
+    if config.held_out_share == {"held_out": 0.0, "train": 1.0}.get(config.part):
+        raise UserError(f"with held_out_share {config.held_out_share} nothing is on the side {config.part!r}")
+    if config.kind == "file" and config.path is None:
+        raise UserError("a prompt source of kind file needs a path")
+    if config.kind == "reasoning_gym":
+        if config.task is None:
+            raise UserError("a prompt source of kind reasoning_gym needs a task, for example chain_sum")
+        if config.size is None:
+            raise UserError("a prompt source of kind reasoning_gym needs a size, the number of problems to generate")
+        make_task(config.task, config.task_options)
+
+
 def load_prompts(
     config: PromptSourceConfig, tokenizer: Any, *, max_prompt_tokens: int, too_long: Literal["skip", "fail"]
 ) -> PromptSet:
@@ -36,8 +52,7 @@ def load_prompts(
     than ``max_prompt_tokens`` tokens is skipped and counted, or an error. Raises UserError for anything wrong with the
     source, naming file and line.
     """
-    if "{prompt}" not in config.template:
-        raise UserError(f"the prompt template {config.template!r} has no {{prompt}} in it")
+    check_source(config)
     problems, duplicates = _select(config)
     texts, rendered_messages = [], []
     for problem in problems:
@@ -61,9 +76,6 @@ def load_prompts(
 
 def _select(config: PromptSourceConfig) -> tuple[list[Problem], int]:
     """The first ``size`` distinct problems on the wanted side, and how many repetitions were passed over."""
-    if config.kind == "reasoning_gym" and config.size is None:
-        raise UserError("a prompt source of kind reasoning_gym needs a size, the number of problems to generate")
-    _check_side_exists(config)
     problems: Iterable[Problem] = (
         generated_problems(config) if config.kind == "reasoning_gym" else file_problems(config)
     )
@@ -71,9 +83,8 @@ def _select(config: PromptSourceConfig) -> tuple[list[Problem], int]:
     seen: set[tuple[str, str]] = set()
     duplicates = since_new = 0
     for problem in problems:
-        _check_text(problem)
         # The same question with another answer is another problem of a file, but a generated task repeating itself.
-        key = (problem.text, "" if config.kind == "reasoning_gym" else repr(problem.answer))
+        key = (str(problem.content), "" if config.kind == "reasoning_gym" else repr(problem.answer))
         if key in seen:
             duplicates += 1
             since_new += 1
@@ -92,19 +103,6 @@ def _select(config: PromptSourceConfig) -> tuple[list[Problem], int]:
     return chosen, duplicates
 
 
-def _check_side_exists(config: PromptSourceConfig) -> None:
-    empty = {"held_out": 0.0, "train": 1.0}.get(config.part)
-    if config.held_out_share == empty:
-        raise UserError(f"with held_out_share {config.held_out_share} nothing is on the side {config.part!r}")
-
-
-def _check_text(problem: Problem) -> None:
-    try:
-        problem.text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{problem.where}: the prompt holds half of a surrogate pair, which is no character") from None
-
-
 def _messages(problem: Problem, config: PromptSourceConfig) -> list[Message]:
     if not isinstance(problem.content, str):
         return problem.content
@@ -118,9 +116,14 @@ def _render(messages: list[Message], where: str, tokenizer: Any) -> str:
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise UserError(f"{name} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise whatever their authors chose, for example for an unknown role
         raise UserError(f"{where}: the chat template refuses these messages: {one_line(error)}") from error
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: the prompt holds half of a surrogate pair, which is no character") from None
+    return text
 
 
 def _tokenize(texts: list[str], tokenizer: Any) -> Iterator[list[int]]:

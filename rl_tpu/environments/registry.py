@@ -12,12 +12,18 @@ from rl_tpu.registry import check_options, describe, lookup
 ENVIRONMENTS = {"single_turn": "rl_tpu.environments.single_turn:SingleTurn"}
 
 
-def make_environment(config: EnvironmentConfig, tokenizer: Any) -> Environment:
-    """The configured environment. Raises UserError for an unknown name, a class of another kind, and wrong options."""
+def find_environment(config: EnvironmentConfig) -> type[Environment]:
+    """The configured class. Raises UserError for an unknown name, a class of another kind, and wrong options."""
     found = lookup("environment", config.name, ENVIRONMENTS)
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise UserError(f"environment {config.name!r} is no subclass of rl_tpu.environments.Environment")
     check_options("environment", config.name, found, ("tokenizer",), config.options)
+    return found
+
+
+def make_environment(config: EnvironmentConfig, tokenizer: Any) -> Environment:
+    """The configured environment. Raises UserError as `find_environment` does, and if its constructor raises."""
+    found = find_environment(config)
     try:
         return found(tokenizer, **config.options)
     except Exception as error:  # no `run`, or whatever its constructor says about the options

@@ -138,6 +138,7 @@ GOOD = b'{"prompt": "a", "answer": 1}\n'
         (b'{"prompt": [{"role": "user"}], "answer": 1}\n', ["bad.jsonl:2", "role and content"]),
         (b'{"prompt": [{"role": "user", "content": null}], "answer": 1}\n', ["bad.jsonl:2", "role and content"]),
         (b'{"prompt": "\\ud800", "answer": 1}\n', ["bad.jsonl:2", "surrogate"]),
+        (b'{"prompt": [{"role": "system", "content": "\\ud800"}], "answer": 1}\n', ["bad.jsonl:2", "surrogate"]),
         (b"[" * 100000 + b"\n", ["bad.jsonl:2", "not JSON"]),
     ],
 )
