@@ -7,11 +7,14 @@ for its parameter. What is one afterwards would have been written; what is zero 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from weight_sync import Manifest
+
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT_LAYER = "lm_head.weight"
 
 
 class CoverageError(Exception):
@@ -72,8 +75,8 @@ def check_coverage(model: torch.nn.Module, manifest: Manifest) -> None:
             else:
                 parameter.weight_loader = originals[name]
 
-    unknown = [entry.name for entry in manifest.tensors if entry.name not in rehearsal.used]
-    unknown = [name for name in unknown if not _is_tied_copy(name, model, manifest)]
+    known = rehearsal.used | ({OUTPUT_LAYER} if model.config.tie_word_embeddings else set())
+    unknown = [entry.name for entry in manifest.tensors if entry.name not in known]
     if unknown:
         raise CoverageError(f"the engine's model has no place for {_some(unknown)}")
     missing = [name for name in parameters if not _is_whole(name, rehearsal.written.get(name), model)]
@@ -81,14 +84,12 @@ def check_coverage(model: torch.nn.Module, manifest: Manifest) -> None:
         raise CoverageError(f"the new weights leave out all or part of the engine's {_some(missing)}")
 
 
-def _is_tied_copy(name: str, model: torch.nn.Module, manifest: Manifest) -> bool:
-    """Whether the tensor is the output layer of a model that shares it with the embedding, and is equal to that."""
-    if name != "lm_head.weight" or not model.config.tie_word_embeddings:
-        return False
-    hashes = {entry.name: entry.xxh3_128 for entry in manifest.tensors}
-    if hashes[name] != hashes.get("model.embed_tokens.weight"):
-        raise CoverageError("lm_head.weight differs from model.embed_tokens.weight, but the engine's model ties them")
-    return True
+def check_tied(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """An output layer sent to a model that shares it with its embedding is not loaded, so it must be equal to that."""
+    if not model.config.tie_word_embeddings or OUTPUT_LAYER not in tensors:
+        return
+    if not torch.equal(tensors[OUTPUT_LAYER], tensors[EMBEDDING]):
+        raise CoverageError(f"{OUTPUT_LAYER} differs from {EMBEDDING}, but the engine's model ties them")
 
 
 def _is_whole(name: str, written: torch.Tensor | None, model: torch.nn.Module) -> bool:

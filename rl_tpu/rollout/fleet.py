@@ -101,9 +101,9 @@ class Fleet:
             raise RunError(f"no engine took policy version {version}: {self._losses()}")
         self._version, self._requests = version, 0
         return {
-            "sync/engine_seconds": max(update.seconds for update in updates),
-            "sync/pause_seconds": max(update.pause_seconds for update in updates),
-            "sync/verify_seconds": max(update.verify_seconds for update in updates),
+            "sync/engine_s": max(update.seconds for update in updates),
+            "sync/pause_s": max(update.pause_seconds for update in updates),
+            "sync/verify_s": max(update.verify_seconds for update in updates),
             "sync/bytes": float(updates[0].bytes),
             "sync/tensors": float(updates[0].tensors),
             "sync/failed_engines": float(len(self.engines) - len(updates)),

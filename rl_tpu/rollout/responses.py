@@ -14,7 +14,9 @@ SUPPORT_TOKENS = 4096
 """SGLang reports the probability of a token within a truncated distribution for at most so many tokens (its default)."""
 
 
-def request_body(prompt_ids: Sequence[int], params: SamplingParams, n: int, vocabulary: int) -> dict[str, Any]:
+def request_body(
+    prompt_ids: Sequence[int], params: SamplingParams, n: int, vocabulary: int, seeded: bool
+) -> dict[str, Any]:
     """Body of ``/generate`` for n samples of one prompt, with the log-probabilities of the sampled tokens.
 
     SGLang's ordinary log-probabilities are those of the whole distribution at the request's temperature (1 if greedy).
@@ -23,8 +25,14 @@ def request_body(prompt_ids: Sequence[int], params: SamplingParams, n: int, voca
 
     Sample i is drawn with seed ``params.seed + i``; engines without seeded sampling ignore it.
 
-    Raises UserError for a token id outside of the vocabulary (SGLang does not check, and a CPU server would die of it).
+    Raises UserError for what SGLang does not check and its scheduler would die of: a token id outside of the vocabulary
+    (on a CPU), and min_p where sampling is ``seeded``.
     """
+    if seeded and params.min_p > 0:
+        raise UserError(
+            "SGLang has no min_p in seeded sampling: leave min_p at 0, or set"
+            " rollout.server_options.enable_deterministic_inference to false"
+        )
     if not prompt_ids or not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
         where = f"a token id outside of the model's vocabulary of {vocabulary}" if prompt_ids else "no token"
         raise UserError(f"a prompt of {len(prompt_ids)} tokens has {where}; is the tokenizer the model's own?")

@@ -25,7 +25,7 @@ from rl_tpu.rollout import sglang_cpu
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SNAPSHOT_SECONDS = 2.0
-_SHARED_MEMORY = re.compile(r"/dev/shm/(?:sgl_shm|sglang|multi_tokenizer_args)_\S*")
+_SHARED_MEMORY = re.compile(r"/dev/shm/(?:sgl_shm_|sglang_|multi_tokenizer_args_|sem\.mp-)\S*")
 
 
 def prepare() -> None:

@@ -65,6 +65,7 @@ class SGLangEngine:
         self._actor = actor
         self._config = config
         self._vocabulary = vocabulary
+        self._seeded = bool(server_options(config, Path(), 0).get("enable_deterministic_inference"))
         self._session: aiohttp.ClientSession | None = None
         self._updating = asyncio.Lock()
 
@@ -103,7 +104,7 @@ class SGLangEngine:
         return cls(name, url, actor, config, vocabulary, log)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
-        body = request_body(prompt_ids, params, n, self._vocabulary)
+        body = request_body(prompt_ids, params, n, self._vocabulary, self._seeded)
         timeout_s = self._config.rollout.request_timeout_s
         if n > 1 and len(prompt_ids) >= SHARED_PROMPT_TOKENS:
             read_only = {"input_ids": list(prompt_ids), "sampling_params": {"max_new_tokens": 0}}

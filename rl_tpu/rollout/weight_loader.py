@@ -61,7 +61,7 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
 
 
 def _receive(model: torch.nn.Module, request: dict[str, Any]) -> Received:
-    from rl_tpu.rollout.coverage import check_coverage
+    from rl_tpu.rollout.coverage import check_coverage, check_tied
 
     key = request["transport"], request["verify"]
     if key not in _receivers:
@@ -71,6 +71,7 @@ def _receive(model: torch.nn.Module, request: dict[str, Any]) -> Received:
     if layout not in _covered:
         check_coverage(model, received.manifest)
         _covered.add(layout)
+    check_tied(model, received.tensors)
     return received
 
 

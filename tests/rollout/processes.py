@@ -1,0 +1,43 @@
+"""What is left of a server on this machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def session_members(session: int) -> list[int]:
+    """Living processes of a session; the server is started in one of its own."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def engine_files(session: int) -> set[Path]:
+    """Shared memory that a server's processes use, and its temporary directory."""
+    files = set()
+    for member in session_members(session):
+        maps = Path(f"/proc/{member}/maps").read_text()
+        files.update(path for path in SHARED_MEMORY.glob("sglang_*") if str(path) in maps)
+        environment = Path(f"/proc/{member}/environ").read_bytes().split(b"\0")
+        files.update(Path(os.fsdecode(line[7:])) for line in environment if line.startswith(b"TMPDIR=/tmp/rl_tpu"))
+    return files
+
+
+def gone(session: int, within_s: float = 10.0) -> bool:
+    """Whether all processes of a session are gone soon."""
+    deadline = time.monotonic() + within_s
+    while session_members(session):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

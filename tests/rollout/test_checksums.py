@@ -1,0 +1,50 @@
+"""Engine checksums against sha256 of transformers' tensors, fused by hand. (Real engines: test_engine, test_fleet.)"""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from rl_tpu.rollout.checksums import differing, expected_checksums
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_are_stacked_as_the_engine_does(dtype):
+    generator = torch.Generator().manual_seed(0)
+    attention, mlp = "model.layers.3.self_attn", "model.layers.3.mlp"
+    rows = {f"{attention}.q_proj.weight": 8, f"{attention}.k_proj.weight": 4, f"{attention}.v_proj.weight": 4}
+    rows |= {
+        f"{mlp}.gate_proj.weight": 6,
+        f"{mlp}.up_proj.weight": 6,
+        f"{mlp}.down_proj.weight": 5,
+        "model.norm.weight": 1,
+    }
+    named = {name: torch.randn(count, 5, generator=generator).to(dtype) for name, count in rows.items()}
+    # Order of the names does not matter, nor does memory layout.
+    shuffled = dict(reversed(named.items())) | {"model.norm.weight": named["model.norm.weight"].T.contiguous().T}
+    assert expected_checksums(shuffled) == {
+        f"{attention}.qkv_proj.weight": digest(torch.cat([named[f"{attention}.{x}_proj.weight"] for x in "qkv"])),
+        f"{mlp}.gate_up_proj.weight": digest(torch.cat([named[f"{mlp}.{x}_proj.weight"] for x in ("gate", "up")])),
+        f"{mlp}.down_proj.weight": digest(named[f"{mlp}.down_proj.weight"]),
+        "model.norm.weight": digest(named["model.norm.weight"]),
+    }
+
+
+def test_differing_names_every_parameter_that_is_not_equal():
+    expected = {"a": "1", "b": "2", "c": "3"}
+    assert differing(expected, dict(expected)) == []
+    assert differing(expected, {"a": "1", "b": "0", "d": "4"}) == ["b", "c", "d"]
+
+
+def test_a_tied_output_layer_may_be_listed_on_one_side_only():
+    tied = {"model.embed_tokens.weight": "1", "lm_head.weight": "1"}
+    alone = {"model.embed_tokens.weight": "1"}
+    assert differing(tied, alone) == differing(alone, tied) == []
+    assert differing({**tied, "lm_head.weight": "2"}, alone) == ["lm_head.weight"]
+    assert differing(alone, {**tied, "lm_head.weight": "2"}) == ["lm_head.weight"]
