@@ -20,6 +20,7 @@ def prompt_of(task, **options):
     return Prompt(problem.id, (1,), problem.answer, metadata=problem.metadata)
 
 
+@pytest.mark.filterwarnings("ignore:loadtxt")
 @pytest.mark.parametrize("task", sorted(set(DATASETS) - NEEDS_OPTIONS))
 def test_every_task(task):
     prompt = pickle.loads(pickle.dumps(prompt_of(task)))  # as a worker gets it
