@@ -44,9 +44,7 @@ def _table(path: str, section: type[BaseModel]) -> str:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             kind, default = "section", ""
         else:
-            limits = "".join(f" {sign} {getattr(rule, attribute)}" for rule in field.metadata for attribute, sign in
-                             (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")) if getattr(rule, attribute, None) is not None)  # fmt: skip
-            kind = _type_name(field.annotation) + limits
+            kind = _type_name(field.annotation) + _limits(field)
             default = "required" if field.is_required() else f"`{_default(field)}`"
         lines.append(f"| `{name}` | {kind} | {default} | {_flat(field.description)} |")
     return "\n".join(lines) + "\n"
@@ -54,6 +52,12 @@ def _table(path: str, section: type[BaseModel]) -> str:
 
 def _default(field: Any) -> Any:
     return field.default if field.default is not PydanticUndefined else field.default_factory()
+
+
+def _limits(field: Any) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    found = [(signs[kind], getattr(rule, kind, None)) for rule in field.metadata for kind in signs]
+    return "".join(f" {sign} {bound}" for sign, bound in found if bound is not None)
 
 
 def _type_name(annotation: Any) -> str:

@@ -72,6 +72,11 @@ def _chips(config: RunConfig) -> Iterator[str]:
             f"rollout.engines {rollout.engines} x tensor_parallel {rollout.tensor_parallel} = {used} devices, but"
             f" cluster.rollout_chips {cluster.rollout_chips} x devices_per_chip {cluster.devices_per_chip} = {devices}"
         )
+    if rollout.tensor_parallel % cluster.devices_per_chip:
+        yield (
+            f"an engine takes whole chips: rollout.tensor_parallel {rollout.tensor_parallel} must be a multiple of"
+            f" cluster.devices_per_chip {cluster.devices_per_chip}"
+        )
 
 
 def _sources(config: RunConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ def describe(config: RunConfig, run_dir: Path) -> None:
     Raises:
         UserError: files that are there are broken.
     """
-    console = Console(highlight=False, width=120)
+    console = Console(highlight=False, width=160)
     console.print(f"dry run of [bold]{config.name}[/bold]; run directory {run_dir}", soft_wrap=True)
     console.print(_placement(config))
     console.print(_arithmetic(config))
@@ -81,7 +81,7 @@ def _files(config: RunConfig) -> Table:
         counts = {"data.train": inputs.train.prompts} if inputs else {}
         counts |= {f"evaluation.sets.{chosen.name}": chosen.prompts for chosen in inputs.eval_sets} if inputs else {}
     else:
-        makes = f"no; made by {find_file(config.model.make)}" if config.model.make else "no"
+        makes = f"no; will be made by {config.model.make}" if config.model.make else "no"
         table.add_row("model", str(model), makes)
         counts = {}
     sources = {"data.train": config.data.train}

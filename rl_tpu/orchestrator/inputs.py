@@ -47,7 +47,7 @@ def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
 
 def missing_files(config: RunConfig) -> list[str]:
     """Files the configuration names that are not on this machine (for a dry run), as `what: path`."""
-    files = {"model": config.model.path}
+    files = {} if config.model.make else {"model": config.model.path}
     sources = {"data.train": config.data.train}
     sources |= {f"evaluation.sets.{name}": chosen.source for name, chosen in config.evaluation.sets.items()}
     files |= {name: source.path for name, source in sources.items() if source.path}

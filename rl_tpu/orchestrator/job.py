@@ -135,6 +135,8 @@ async def _run(
             if config.trainer.checkpoint.export_final:
                 await trainer.export_hf(directory.final)
         except Interrupted as error:
+            if (newest := Checkpoints(directory.checkpoints, 1).newest()) is not None:
+                tracker.message(f"saved {newest}; continue with run_dir={directory.path} resume=auto")
             tracker.finish({"error": str(error)}, status="interrupted")
             raise
         tracker.finish()

@@ -32,7 +32,8 @@ class Slot:
 def plan(config: RunConfig) -> list[Slot]:
     """Chips in order: the trainer takes the first ones, the engines what follows. Pure; the same on every machine.
 
-    An engine that needs part of a chip (several engines per chip) shares it with its neighbours.
+    Raises:
+        UserError: an engine would span two hosts.
     """
     cluster, rollout = config.cluster, config.rollout
     slots = []
@@ -41,18 +42,16 @@ def plan(config: RunConfig) -> list[Slot]:
         mine = [chip - first for chip in range(cluster.trainer_chips) if first <= chip < first + cluster.chips_per_host]
         if mine:
             slots.append(Slot("trainer", host, tuple(mine), len(mine) * cluster.devices_per_chip))
+    each = rollout.tensor_parallel // cluster.devices_per_chip
     for engine in range(rollout.engines):
-        start = cluster.trainer_chips * cluster.devices_per_chip + engine * rollout.tensor_parallel
-        devices = range(start, start + rollout.tensor_parallel)
-        chips = sorted({device // cluster.devices_per_chip for device in devices})
-        host = chips[0] // cluster.chips_per_host
-        if chips[-1] // cluster.chips_per_host != host:
+        first = cluster.trainer_chips + engine * each
+        host, start = divmod(first, cluster.chips_per_host)
+        if start + each > cluster.chips_per_host:
             raise UserError(
-                f"engine {engine} needs chips {chips} of two hosts ({cluster.chips_per_host} chips each): change"
-                " cluster.trainer_chips or rollout.tensor_parallel so that an engine stays on one host"
+                f"engine {engine} needs chips {first}-{first + each - 1} of two hosts ({cluster.chips_per_host} chips each):"
+                " change cluster.trainer_chips or rollout.tensor_parallel so that an engine stays on one host"
             )
-        local = tuple(chip - host * cluster.chips_per_host for chip in chips)
-        slots.append(Slot("rollout", host, local, rollout.tensor_parallel))
+        slots.append(Slot("rollout", host, tuple(range(start, start + each)), rollout.tensor_parallel))
     return slots
 
 

@@ -34,6 +34,26 @@ def compare_evaluations(evaluations: list[dict[str, Any]]) -> Comparison:
     return comparison
 
 
+def run_totals(rows: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Over all steps: the worst deviation of the trainer's log-probabilities from the engine's, and weight-sync totals.
+
+    ``logprob_diff``: ``mean`` and ``max``, the largest of ``train/logprob_diff_mean`` and ``_max``. ``weight_sync``: how
+    many syncs, their bytes, and seconds in all, of staging and of standing still.
+    """
+
+    def column(name: str) -> list[float]:
+        return [value for row in rows if (value := row.get(name)) is not None]
+
+    sync = {"bytes": "sync/bytes", "seconds": "perf/sync_s", "stage_s": "sync/stage_s", "pause_s": "sync/pause_s"}
+    return {
+        "logprob_diff": {kind: max(column(f"train/logprob_diff_{kind}"), default=None) for kind in ("mean", "max")},
+        "weight_sync": {
+            "syncs": len(column("sync/bytes")),
+            **{name: sum(column(source)) for name, source in sync.items()},
+        },
+    }
+
+
 def before_after_table(comparison: Comparison, title: str = "Before and after") -> Table:
     """One line per evaluation set and metric."""
     table = Table("set", "metric", title=title, title_justify="left")

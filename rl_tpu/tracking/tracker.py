@@ -17,7 +17,7 @@ from rl_tpu.tracking.console import ConsoleSink
 from rl_tpu.tracking.curves import CurvesSink
 from rl_tpu.tracking.json_files import to_json, write_atomically
 from rl_tpu.tracking.records import Records
-from rl_tpu.tracking.report import before_after_table, compare_evaluations
+from rl_tpu.tracking.report import before_after_table, compare_evaluations, run_totals
 from rl_tpu.tracking.run_directory import RunDirectory
 from rl_tpu.tracking.sample_dump import SampleDump
 from rl_tpu.tracking.sink import Metrics, Sink
@@ -150,6 +150,7 @@ class Tracker:
             "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "evaluation": compare_evaluations(self._records.evaluations),
             "final_metrics": {name: value for name, value in rows[-1].items() if name != "step"} if rows else {},
+            **run_totals(rows),
             "seconds": dict(seconds),
             "versions": package_versions(),
         }
@@ -157,6 +158,8 @@ class Tracker:
     def _say_goodbye(self, summary: dict[str, Any]) -> None:
         if summary["evaluation"]:
             self.message(before_after_table(summary["evaluation"]))
+        if self.directory.curves.exists():
+            self.message(f"curves: {self.directory.curves}")
         self.message(f"{summary['status']} after {summary['steps']} steps; everything is in {self.directory.path}")
 
     def _add(self, name: str, make: Callable[[], Sink]) -> None:

@@ -21,7 +21,7 @@ def test_overrides_reach_nested_fields():
 
 def test_every_value_of_a_sweep_is_checked():
     check_command_line([QUICKSTART, "seed=0,1", "rollout.temperature=0.5,1.0"])
-    with pytest.raises(UserError, match="rollout.temperature=-1"):
+    with pytest.raises(UserError, match=r"rollout\.temperature=-1"):
         check_command_line([QUICKSTART, "-m", "seed=0,1", "rollout.temperature=0.5,-1"])
 
 
@@ -39,6 +39,7 @@ def test_every_value_of_a_sweep_is_checked():
         (["model=qwen"], ["model/qwen", "qwen3_4b"]),
         (["cluster.trainer_chips=3"], ["3 + rollout_chips 1 = 4 chips", "= 2"]),
         (["rollout.engines=2"], ["rollout.engines 2 x tensor_parallel 1 = 2 devices"]),
+        (["cluster.devices_per_chip=2"], ["whole chips", "multiple of cluster.devices_per_chip 2"]),
         (["algorithm.minibatches=7"], ["= 128 samples are not divisible by algorithm.minibatches 7"]),
         (["data.max_prompt_tokens=4000"], ["tokens do not fit the longest row", "context_tokens"]),
         (["rollout.kv_cache_tokens=16"], ["rollout.kv_cache_tokens 16"]),

@@ -19,9 +19,9 @@ def test_one_v7x_host_is_split_in_the_middle():
     assert slots == [Slot("trainer", 0, (0, 1), 4), Slot("rollout", 0, (2, 3), 4)]
 
 
-def test_engines_of_one_device_share_the_chips_of_v7x():
+def test_the_published_experiment_has_an_engine_on_each_rollout_chip():
     slots = plan(load_config(["+experiment=qwen3_4b_dapo"]))
-    assert [slot.chips for slot in slots if slot.role == "rollout"] == [(2,), (2,), (3,), (3,)]
+    assert [(slot.chips, slot.devices) for slot in slots if slot.role == "rollout"] == [((2,), 2), ((3,), 2)]
 
 
 def test_the_trainer_may_span_hosts_and_an_engine_may_not():

@@ -1,0 +1,5 @@
+"""Rewards for whole-job tests, found by import path."""
+
+
+def broken(text, answer, prompt):
+    raise ValueError("no idea what this is")
