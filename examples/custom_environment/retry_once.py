@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from rl_tpu.environments import Environment, Generate, Transcript
+from rl_tpu.rewards.extract import final_answer
 from rl_tpu.types import Completion, Prompt, Sample, SamplingParams
 
 
@@ -35,4 +36,4 @@ class RetryOnce(Environment):
 
     def _is_right(self, answer: Completion, prompt: Prompt) -> bool:
         text = self.tokenizer.decode(answer.response_ids, skip_special_tokens=True)
-        return text.strip() == str(prompt.answer)
+        return final_answer(text) == str(prompt.answer)

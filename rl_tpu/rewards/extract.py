@@ -36,6 +36,16 @@ def last_answer_line(text: str) -> tuple[int, str] | None:
     return (matches[-1].start(), matches[-1].group(1)) if matches else None
 
 
+def final_answer(text: str) -> str:
+    r"""After the thinking: what stands in the last ``<answer>`` tags, else in the last ``\boxed{}``, else everything."""
+    response = after_thinking(text)
+    tagged = last_tagged(response)
+    if tagged is not None:
+        return tagged
+    boxed = last_boxed(response)
+    return (boxed[1] if boxed else response).strip()
+
+
 def strip_marks(answer: str) -> str:
     r"""An answer without what only sets it off: dollars, ``\(...\)``, ``\[...\]``, bold, a full stop."""
     before = None

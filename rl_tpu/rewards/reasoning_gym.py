@@ -9,16 +9,15 @@ from typing import Any
 import reasoning_gym  # noqa: F401  (seconds of imports, before the first sample's deadline runs)
 
 from rl_tpu.data.generated import make_task
-from rl_tpu.rewards.extract import after_thinking, last_boxed, last_tagged
+from rl_tpu.rewards.extract import final_answer
 from rl_tpu.types import Prompt
 
 
 def score(text: str, answer: Any, prompt: Prompt, *, exact: bool = False) -> float:
     r"""What the task's scorer gives the response's answer, between 0 and 1; with ``exact`` 1 for full credit, else 0.
 
-    The answer is what stands in the last ``<answer>`` tags, else in the last ``\boxed{}``, else the whole response;
-    all after the thinking. Many scorers give a share for a wrong answer that contains the right one, which a policy
-    learns to exploit: ``exact`` takes that away.
+    `final_answer` says which part of the response is the answer. Many scorers give a share for a wrong answer that
+    contains the right one, which a policy learns to exploit: ``exact`` takes that away.
     """
     notes = prompt.metadata
     if not {"task", "task_options", "question", "notes"} <= notes.keys():
@@ -30,16 +29,6 @@ def score(text: str, answer: Any, prompt: Prompt, *, exact: bool = False) -> flo
     except Exception:  # some scorers parse with int() or json and fall over an answer of the wrong shape: it is wrong
         return 0.0
     return float(credit >= 1.0) if exact else credit
-
-
-def final_answer(text: str) -> str:
-    """The part of a response that a scorer should see."""
-    response = after_thinking(text)
-    tagged = last_tagged(response)
-    if tagged is not None:
-        return tagged
-    boxed = last_boxed(response)
-    return (boxed[1] if boxed else response).strip()
 
 
 @lru_cache(maxsize=64)

@@ -10,9 +10,9 @@ from rl_tpu.types import Prompt, Sample
 
 
 def test_named_parts_add_up():
-    texts = ["12", "so 12", "well then 12", "11", ""]
+    texts = ["12", "<answer>12</answer>", " " * 20 + r"\boxed{12}", "11", ""]
     samples = [Sample([1], [1], [1], [0.0], [], "stop", text=text) for text in texts]
-    config = RewardConfig(name="examples.custom_reward.concise:score", options={"bonus": 0.5, "free_words": 2})
+    config = RewardConfig(name="examples.custom_reward.concise:score", options={"bonus": 0.5, "free_characters": 20})
     with RewardService(config) as service:
         asyncio.run(service.score(Prompt("p", (1,), 12), samples))
     assert [sample.reward_parts for sample in samples] == [

@@ -8,7 +8,8 @@ from reasoning_gym.factory import DATASETS
 
 from rl_tpu.config.schema import PromptSourceConfig
 from rl_tpu.data.generated import generated_problems
-from rl_tpu.rewards.reasoning_gym import final_answer, score
+from rl_tpu.rewards.extract import final_answer
+from rl_tpu.rewards.reasoning_gym import score
 from rl_tpu.types import Prompt
 
 NEEDS_OPTIONS = {"composite"}
