@@ -62,4 +62,4 @@ def _reason(error: BaseException) -> str:
     """The line that says what went wrong: distributed checkpointing wraps each rank's error in its own."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return str(error).strip().splitlines()[0]
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -13,6 +13,7 @@ from torchtitan.distributed.utils import clip_grad_norm_
 
 from rl_tpu.config.schema import OptimizerConfig
 from rl_tpu.devices import Device
+from rl_tpu.trainer.schedule import learning_rate_factor
 
 
 class PolicyOptimizer:
@@ -46,30 +47,16 @@ class PolicyOptimizer:
         self._schedule = LRSchedulersContainer(self._optimizer, factor)
 
     def step(self) -> dict[str, float]:
-        """Clip the gradient, update the parameters, advance the schedule. A gradient whose norm is not finite changes
-        nothing but the schedule."""
+        """Clip the gradient, update the parameters, advance the schedule; nothing of it if the norm is not finite."""
         norm = float(clip_grad_norm_(self._parameters, self._max_grad_norm, foreach=False))
         finite = math.isfinite(norm)
         learning_rate = self._schedule.schedulers[0].get_last_lr()[0]
         if finite:
             self._optimizer.step()
+            self._schedule.step()
         self._optimizer.zero_grad()
-        self._schedule.step()
         return {"grad_norm": norm, "learning_rate": learning_rate, "skipped_updates": float(not finite)}
 
     def states(self) -> dict[str, Any]:
         """What a checkpoint has to hold, by name."""
         return {"optimizer": self._optimizer, "schedule": self._schedule}
-
-
-def learning_rate_factor(
-    step: int, warmup_steps: int, total_steps: int, decay: Literal["constant", "linear", "cosine"]
-) -> float:
-    """Share of the peak learning rate at optimizer step `step` (from 0): a linear rise over the warm-up, whose last step
-    has the peak, then a fall that would reach zero at `total_steps`."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if decay == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return 1 - progress if decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))

@@ -89,9 +89,8 @@ class PolicyTrainer:
 
         The loss is a weighted sum over the whole minibatch whose weights are known before the first micro-batch, so the
         gradient does not depend on how rows are cut into ranks and micro-batches. An update whose gradient norm is not
-        finite leaves weights and optimizer as they are and counts in `train/skipped_updates`. `train/logprob_diff_*` is
-        the distance from the engine's log-probabilities: the engine's deviation as long as the weights are still those
-        that wrote the batch.
+        finite changes nothing and counts in `train/skipped_updates`. `train/logprob_diff_*` is the distance from the
+        engine's log-probabilities: the engine's deviation as long as the weights are still those that wrote the batch.
         """
         started = time.perf_counter()
         weights = token_weights(minibatch.loss_mask, minibatch.segment_ids, self.algorithm.aggregation)

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from tiny_policy import tiny_qwen3
 
+from rl_tpu.devices import get_device, prepare_torchtitan
+
+prepare_torchtitan(get_device("cpu"))  # a test may import a part of the trainer before it makes one
+
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory) -> dict[bool, Path]:

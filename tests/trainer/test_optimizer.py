@@ -1,0 +1,74 @@
+"""The schedule against transformers', and several whole steps against torch's AdamW on the transformers model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_policy import make_samples, tiny_qwen3, trainer_config
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
+
+from rl_tpu.config.schema import AlgorithmConfig, OptimizerConfig
+from rl_tpu.trainer.packing import pack
+from rl_tpu.trainer.schedule import learning_rate_factor
+from rl_tpu.trainer.step import PolicyTrainer
+
+CONFIG = OptimizerConfig(
+    learning_rate=3e-3, warmup_steps=2, decay="linear", weight_decay=0.1, max_grad_norm=0.05, beta2=0.98
+)
+
+
+def factors(schedule: LambdaLR) -> list[float]:
+    (factor,) = schedule.lr_lambdas
+    return [factor(step) for step in range(4, 20)]
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_after_the_warm_up_the_schedule_is_transformers(decay):
+    make = {
+        "constant": lambda optimizer: get_constant_schedule_with_warmup(optimizer, 4),
+        "linear": lambda optimizer: get_linear_schedule_with_warmup(optimizer, 4, 20),
+        "cosine": lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 4, 20),
+    }
+    theirs = make[decay](torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    ours = [learning_rate_factor(step, 4, 20, decay) for step in range(20)]
+    assert ours[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert ours[4:] == pytest.approx(factors(theirs))
+    assert learning_rate_factor(25, 4, 20, decay) == (1.0 if decay == "constant" else 0.0)
+
+
+def test_several_updates_are_torchs_adamw_on_the_transformers_model(model_dir):
+    model, batches = tiny_qwen3(True).train(), [make_samples(6, seed) for seed in range(4)]
+    config = trainer_config(optimizer=CONFIG, steps=4)
+    trainer = PolicyTrainer(config, AlgorithmConfig(), model_dir, loss="supervised")
+    metrics = [trainer.update(pack(samples, [64], 1, 2)) for samples in batches]
+    ours = trainer.full_tensors()
+    trainer.close()
+
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1)
+    for step, samples in enumerate(batches):
+        losses = []
+        for sample in samples:
+            ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+            table = torch.log_softmax(model(ids).logits[0], -1)[len(sample.prompt_ids) - 1 : -1]
+            losses.append(-table.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0])
+        mask = torch.tensor([m for sample in samples for m in sample.loss_mask])
+        loss = (torch.cat(losses) * mask).sum() / mask.sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        adamw.param_groups[0]["lr"] = 3e-3 * [0.5, 1.0, 1.0, 0.5][step]
+        adamw.step()
+        adamw.zero_grad()
+        assert metrics[step]["train/loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert metrics[step]["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+        assert metrics[step]["train/learning_rate"] == pytest.approx(adamw.param_groups[0]["lr"])
+    theirs = model.state_dict()
+    for name, tensor in ours.items():
+        # Adam divides tiny gradients by their own size, so float noise in them moves a few weights visibly.
+        difference = (tensor - theirs[name]).abs()
+        assert difference.mean() < 1e-5, name
+        assert difference.max() < 2e-3, name
