@@ -38,7 +38,7 @@ class Device(ABC):
 
     @abstractmethod
     def torch_device(self, local_rank: int) -> torch.device:
-        """The device that the process with this local rank computes on."""
+        """The device that the process with this local rank computes on, made its current one."""
 
     @abstractmethod
     def memory(self) -> MemoryUse:

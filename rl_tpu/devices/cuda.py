@@ -18,12 +18,14 @@ class CudaDevice(Device):
     chip_resource = "GPU"
 
     def torch_device(self, local_rank: int) -> torch.device:
-        # Ray shows an actor only its own GPU, which then has index 0.
-        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
+        # Where a process is shown only its own GPU, that one has index 0.
+        device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
+        torch.cuda.set_device(device)
+        return device
 
     def memory(self) -> MemoryUse:
-        free, total = torch.cuda.mem_get_info()
-        return MemoryUse(used_bytes=total - free, peak_bytes=torch.cuda.max_memory_reserved(), total_bytes=total)
+        _, total = torch.cuda.mem_get_info()
+        return MemoryUse(torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved(), total)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -31,9 +33,15 @@ class CudaDevice(Device):
     def torchtitan_module(self) -> Any:
         return torch.cuda
 
+    def rank_environment(self, *, chips: Sequence[int] = (), **ranks: Any) -> dict[str, str]:
+        return {**super().rank_environment(chips=chips, **ranks), **_visible(chips)}
+
     def engine_environment(self, threads: int, chips: Sequence[int] = ()) -> dict[str, str]:
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, chips))} if chips else {}
-        return {**super().engine_environment(threads, chips), **visible}
+        return {**super().engine_environment(threads, chips), **_visible(chips)}
 
     def engine_options(self) -> dict[str, Any]:
         return {"device": "cuda"}
+
+
+def _visible(chips: Sequence[int]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, chips))} if chips else {}

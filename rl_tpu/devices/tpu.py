@@ -66,13 +66,14 @@ class TpuDevice(Device):
         if local_world_size == ranks["world_size"]:
             environment["TORCH_TPU_TOPOLOGY"] = _topology(local_world_size, devices_per_chip)
         # Ranks on several hosts span a slice whose shape only the cluster knows: it sets TORCH_TPU_TOPOLOGY itself.
-        if chips:
-            environment["TPU_VISIBLE_CHIPS"] = ",".join(map(str, chips))
-        return environment
+        return environment | _visible(chips)
 
     def engine_environment(self, threads: int, chips: Sequence[int] = ()) -> dict[str, str]:
-        visible = {"TPU_VISIBLE_CHIPS": ",".join(map(str, chips))} if chips else {}
-        return {**super().engine_environment(threads, chips), "SGLANG_PLATFORM": "tpu_oot", **visible}
+        return {**super().engine_environment(threads, chips), "SGLANG_PLATFORM": "tpu_oot", **_visible(chips)}
+
+
+def _visible(chips: Sequence[int]) -> dict[str, str]:
+    return {"TPU_VISIBLE_CHIPS": ",".join(map(str, chips))} if chips else {}
 
 
 def _topology(devices: int, devices_per_chip: int) -> str:

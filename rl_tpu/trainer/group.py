@@ -19,6 +19,7 @@ from rl_tpu.trainer.rank import Place, TrainerRank, arrays_of
 from rl_tpu.types import PackedBatch
 
 CLOSE_TIMEOUT_S = 10.0
+PEAK_MEMORY = "train/peak_memory_gb"
 GRACE_S = 5.0
 """How long the other ranks get to finish a call that failed on one of them."""
 
@@ -70,7 +71,7 @@ class TrainerGroup:
     async def update(self, minibatches: Sequence[PackedBatch]) -> dict[str, float]:
         """One optimizer step per minibatch, in order; metrics `train/*` of them all (`merge_metrics`)."""
         results = await self._all("update", ray.put([arrays_of(minibatch) for minibatch in minibatches]))
-        metrics = merge_metrics(results[0])
+        metrics = merge_metrics([_worst_memory(step) for step in zip(*results, strict=True)])
         positions = [minibatch.rows * minibatch.row_tokens for minibatch in minibatches]
         padding = sum(padding_share(batch) * size for batch, size in zip(minibatches, positions, strict=True))
         return metrics | {"train/padding_share": padding / sum(positions)}
@@ -199,6 +200,12 @@ def trainer_chips(cluster: ClusterConfig, host: int) -> list[int]:
     return list(range(min(cluster.chips_per_host, cluster.trainer_chips - host * cluster.chips_per_host)))
 
 
+def _worst_memory(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of one step, which all ranks agree on but for their own memory."""
+    peaks = {name: max(rank[name] for rank in ranks) for name in ranks[0] if name == PEAK_MEMORY}
+    return ranks[0] | peaks
+
+
 def merge_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Metrics of several optimizer steps as those of one: counts add up, maxima stay maxima, the learning rate is the
     last, the deviation from the engine is the first step's (before the weights moved), the rest are means."""
@@ -209,7 +216,7 @@ def merge_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
             merged[name] = sum(values)
         elif name.startswith("train/logprob_diff_"):
             merged[name] = values[0]
-        elif name.endswith("_max"):
+        elif name.endswith("_max") or name == PEAK_MEMORY:
             merged[name] = max(values)
         elif name == "train/learning_rate":
             merged[name] = values[-1]

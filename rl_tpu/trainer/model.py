@@ -45,7 +45,8 @@ class Policy:
         under softmax(logits / temperature). The entropy carries no gradient."""
         mask = document_mask(rows.segment_ids)
         logits = self.model(rows.input_ids, positions=rows.positions, attention_masks=mask)
-        return compute_logprobs(logits.float() / temperature, rows.labels, return_entropy=True)
+        logits = logits.float() / temperature if temperature != 1 else logits
+        return compute_logprobs(logits, rows.labels, return_entropy=True)
 
     def reshard(self) -> None:
         """Free the gathered weights. After a forward without a backward FSDP2 leaves its last group's in place."""
@@ -53,7 +54,9 @@ class Policy:
             module.reshard()
 
 
-def build_policy(model_dir: Path, device: Device, *, local_rank: int, max_tokens: int, param_dtype: str) -> Policy:
+def build_policy(
+    model_dir: Path, device: Device, torch_device: torch.device, *, max_tokens: int, param_dtype: str
+) -> Policy:
     """The model of `model_dir` (config.json), uninitialised, for samples of up to `max_tokens` tokens.
 
     Forward and backward run in `param_dtype`; parameters, the reduction of gradients and the optimizer in float32.
@@ -83,7 +86,6 @@ def build_policy(model_dir: Path, device: Device, *, local_rank: int, max_tokens
     if device.needs_sum_reduction:
         for module in fsdp_modules(model):
             module.set_force_sum_reduction_for_comms(True)
-    torch_device = device.torch_device(local_rank)
     model.to_empty(device=torch_device)
     with torch.no_grad():
         model.init_weights(buffer_device=None)  # rotary tables, and the tie of embedding and head

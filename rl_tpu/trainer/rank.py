@@ -86,6 +86,7 @@ class TrainerRank:
             rank=rank,
             world_size=ranks,
             group=dist.new_group(backend="gloo", timeout=timeout) if ranks > 1 else None,
+            hashes=config.weight_sync.verify,
         )
 
     def update(self, minibatches: list[Arrays]) -> list[dict[str, float]]:

@@ -55,15 +55,16 @@ class PolicyTrainer:
         torch.set_num_threads(config.threads_per_rank)
         torch.manual_seed(seed)
         prepare_torchtitan(self.device)
+        torch_device = self.device.torch_device(int(os.environ.get("LOCAL_RANK", "0")))
         process_group.join(self.device, config.step_timeout_s, store)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         try:
-            self._build(Path(model_dir))
+            self._build(Path(model_dir), torch_device)
         except BaseException:
             process_group.leave()
             raise
 
-    def _build(self, model_dir: Path) -> None:
+    def _build(self, model_dir: Path, torch_device: torch.device) -> None:
         # These import torchtitan, which has to know its device first.
         from rl_tpu.trainer.model import build_policy
         from rl_tpu.trainer.optimizer import PolicyOptimizer
@@ -72,7 +73,7 @@ class PolicyTrainer:
         self.policy = build_policy(
             model_dir,
             self.device,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            torch_device,
             max_tokens=max(self.config.row_tokens),
             param_dtype=self.config.param_dtype,
         )
@@ -111,6 +112,8 @@ class PolicyTrainer:
         tokens = float((minibatch.segment_ids > 0).sum())
         metrics = means | maxima | self.optimizer.step() | {"tokens": tokens, "loss_tokens": loss_tokens}
         metrics["tokens_per_s"] = tokens / (time.perf_counter() - started)
+        if (peak := self.device.memory().peak_bytes) is not None:
+            metrics["peak_memory_gb"] = peak / 1e9
         return {f"train/{name}": value for name, value in metrics.items()}
 
     @torch.no_grad()

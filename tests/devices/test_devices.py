@@ -48,6 +48,11 @@ def test_tpu_topology_is_the_one_torch_tpu_tabulates(devices, devices_per_chip, 
     assert environment["TPU_VISIBLE_CHIPS"] == "2,3"
 
 
+def test_ranks_see_the_chips_that_train():
+    assert get_device("cuda").rank_environment(**RANKS, chips=[0, 1])["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "CUDA_VISIBLE_DEVICES" not in get_device("cuda").rank_environment(**RANKS)
+
+
 def test_tpu_ranks_that_fill_no_whole_chips_are_refused():
     with pytest.raises(UserError, match="3 trainer devices with 2 per chip"):
         get_device("tpu").rank_environment(**RANKS | {"world_size": 3, "local_world_size": 3}, devices_per_chip=2)
