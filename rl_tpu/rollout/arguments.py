@@ -1,11 +1,11 @@
-"""From a run's configuration to the command line and the environment of one SGLang server."""
+"""From a run's configuration to the arguments and the environment of one SGLang server."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +54,6 @@ def server_options(config: RunConfig, model_dir: Path, index: int) -> dict[str, 
         **device.engine_options(),
         **rollout.server_options,
     }
-
-
-def server_arguments(options: Mapping[str, Any]) -> list[str]:
-    """The command line. A true option is a flag of its own; false and None mean SGLang's default."""
-    arguments = []
-    for name, value in options.items():
-        if value is None or value is False:
-            continue
-        arguments.append("--" + name.replace("_", "-"))
-        if isinstance(value, dict):
-            arguments.append(json.dumps(value))
-        elif isinstance(value, list | tuple):
-            arguments += map(str, value)
-        elif value is not True:
-            arguments.append(str(value))
-    return arguments
 
 
 def spare_other_models(model_dir: Path) -> dict[str, str]:

@@ -160,4 +160,4 @@ class Fleet:
         return min(self._serving(), key=lambda engine: self._load[engine.name])
 
     def _losses(self) -> str:
-        return "; ".join(f"{name}: {reason}" for name, reason in self.lost.items())
+        return "; ".join(self.lost[engine.name] for engine in self.engines if engine.name in self.lost)

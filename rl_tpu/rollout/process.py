@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -12,8 +13,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rl_tpu.errors import RunError, UserError
 
@@ -34,6 +36,22 @@ def free_port(host: str) -> int:
     raise RunError(f"no free port between 20000 and 32767 on {host}")
 
 
+def server_arguments(options: Mapping[str, Any]) -> list[str]:
+    """The command line. A true option is a flag of its own; false and None mean SGLang's default."""
+    arguments = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        arguments.append("--" + name.replace("_", "-"))
+        if isinstance(value, dict):
+            arguments.append(json.dumps(value))
+        elif isinstance(value, list | tuple):
+            arguments += map(str, value)
+        elif value is not True:
+            arguments.append(str(value))
+    return arguments
+
+
 def last_words(log: Path) -> str:
     """The line of a log that says best why its process ended: the last error, else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -42,15 +60,17 @@ def last_words(log: Path) -> str:
 
 
 class ServerProcess:
-    """`rl_tpu.rollout.server` with the given SGLang arguments, in a session of its own.
+    """`rl_tpu.rollout.server` with the given SGLang options, in a session of its own.
 
     It ends when this object is closed or this process ends. All output goes to ``log``.
     """
 
-    def __init__(self, name: str, url: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path):
+    def __init__(self, name: str, host: str, options: Mapping[str, Any], environment: Mapping[str, str], log: Path):
+        port = free_port(host)
         self.name = name
-        self.url = url
+        self.url = f"http://{host}:{port}"
         self.log = log
+        arguments = server_arguments({**options, "host": host, "port": port})
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "rl_tpu.rollout.server", *arguments]
         with log.open("wb") as output:

@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +26,7 @@ from rl_tpu.rollout import sglang_cpu
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SNAPSHOT_SECONDS = 2.0
-_SHARED_MEMORY = re.compile(r"/dev/shm/(?:sgl_shm_|sglang_|multi_tokenizer_args_|sem\.mp-)\S*")
+_SHARED_MEMORY = re.compile(r"/dev/shm/(?:sgl_shm_|sglang_|multi_tokenizer_args_)\S*")
 
 
 def prepare() -> None:
@@ -66,11 +67,12 @@ def supervise(server: int, scratch: str) -> NoReturn:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     ended = os.pidfd_open(server)
     files: set[str] = set()
-    while True:
+    running = True
+    while running:
+        looked = time.time()
         ready, _, _ = select.select([0, ended], [], [], SNAPSHOT_SECONDS)
-        files |= shared_memory_files(server)
-        if ended in ready or (0 in ready and not os.read(0, 4096)):
-            break
+        files |= mapped_files(server)
+        running = ended not in ready and (0 not in ready or bool(os.read(0, 4096)))
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server, signal.SIGKILL)
     code = 0
@@ -79,19 +81,31 @@ def supervise(server: int, scratch: str) -> NoReturn:
             child, status = os.waitpid(-1, 0)
             if child == server:
                 code = os.waitstatus_to_exitcode(status)
+    if ended in ready:  # a file of its last seconds may have been in no snapshot
+        files |= new_files(looked) - mapped_files()
     for file in files:
         Path(file).unlink(missing_ok=True)
     shutil.rmtree(scratch, ignore_errors=True)
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def shared_memory_files(group: int) -> set[str]:
-    """SGLang's files in /dev/shm that a member of the process group has mapped."""
+def mapped_files(group: int | None = None) -> set[str]:
+    """SGLang's files in /dev/shm that a process has mapped: one of the process group, or any."""
     files = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if os.getpgid(int(process.name)) == group:
+            if group is None or os.getpgid(int(process.name)) == group:
                 files.update(_SHARED_MEMORY.findall((process / "maps").read_text()))
+    return files
+
+
+def new_files(since: float) -> set[str]:
+    """SGLang's files in /dev/shm that were made after a time."""
+    files = set()
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):
+            if _SHARED_MEMORY.fullmatch(str(path)) and path.stat().st_ctime >= since:
+                files.add(str(path))
     return files
 
 

@@ -1,4 +1,4 @@
-"""SGLang as an engine: a Ray actor owns the server process, the driver talks to the server over HTTP."""
+"""SGLang as an engine: a Ray actor owns the server process, the driver talks to the server itself over HTTP."""
 
 from __future__ import annotations
 
@@ -15,57 +15,35 @@ import ray
 
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.errors import RunError, UserError
-from rl_tpu.rollout.arguments import server_arguments, server_environment, server_options
+from rl_tpu.rollout.actor import ServerActor
+from rl_tpu.rollout.arguments import server_environment, server_options
 from rl_tpu.rollout.engine import WeightUpdate
-from rl_tpu.rollout.process import ServerProcess, free_port
 from rl_tpu.rollout.responses import parse_completion, parse_json, parse_update, request_body
 from rl_tpu.rollout.weight_loader import LOADER, encode_request
 from rl_tpu.types import Completion, SamplingParams
 
 CONTROL_TIMEOUT_S = 30.0
 """Deadline of a small request and of a call to an engine's actor."""
-SHARED_PROMPT_TOKENS = 256
-"""A prompt this long is read once before its n samples are asked for, which then find it in the prefix cache."""
+SHARED_PROMPT_TOKENS = 16
+"""A prompt this long is read once before its n samples are asked for, which then find it in the prefix cache. (SGLang's
+own ``n`` does the same, but gives all n samples one seed.)"""
 KEEP_ALIVE_S = 3.0
 """SGLang closes a connection that was idle for 5 s; a request sent just then would be lost."""
-
-
-class ServerActor:
-    """Ray actor on the engine's devices. The server lives as long as this process, however that ends."""
-
-    def __init__(self, name: str, config: RunConfig, model_dir: Path, log: Path, index: int, chips: Sequence[int]):
-        local = config.cluster.hosts == 1 and config.cluster.address is None
-        host = "127.0.0.1" if local else ray.util.get_node_ip_address()
-        port = free_port(host)
-        arguments = server_arguments({**server_options(config, model_dir, index), "host": host, "port": port})
-        environment = server_environment(config, model_dir, chips)
-        self._timeout_s = config.rollout.start_timeout_s
-        self._server = ServerProcess(name, f"http://{host}:{port}", arguments, environment, log)
-
-    def start(self) -> str:
-        """The server's URL, once it answers. Raises UserError or RunError."""
-        self._server.wait_healthy(self._timeout_s)
-        return self._server.url
-
-    def failure(self) -> str | None:
-        """Why the server does not run; None while it does."""
-        return self._server.failure()
-
-    def close(self) -> None:
-        self._server.close()
 
 
 class SGLangEngine:
     """The driver's side of one engine. Create with `start`."""
 
-    def __init__(self, name: str, url: str, actor: Any, config: RunConfig, vocabulary: int, log: Path):
+    def __init__(
+        self, name: str, url: str, actor: Any, config: RunConfig, vocabulary: int, seeded: bool, log: Path
+    ) -> None:
         self.name = name
         self.url = url
         self.log = log
         self._actor = actor
         self._config = config
         self._vocabulary = vocabulary
-        self._seeded = bool(server_options(config, Path(), 0).get("enable_deterministic_inference"))
+        self._seeded = seeded
         self._session: aiohttp.ClientSession | None = None
         self._updating = asyncio.Lock()
 
@@ -87,12 +65,16 @@ class SGLangEngine:
         """
         name, log = f"engine {index}", run_dir / "logs" / f"engine-{index}.log"
         vocabulary = vocabulary_size(model_dir)
+        options = server_options(config, model_dir, index)
+        environment = server_environment(config, model_dir, chips)
+        local = config.cluster.hosts == 1 and config.cluster.address is None
         # Concurrent calls: `failure` and `close` must be answered while `start` waits.
-        options = {"max_concurrency": 4, "max_restarts": 0, **actor_options}
-        actor = ray.remote(ServerActor).options(**options).remote(name, config, model_dir, log, index, chips)
+        remote = ray.remote(ServerActor).options(max_concurrency=4, max_restarts=0, **actor_options)
+        actor = remote.remote(name, options, environment, log, local)
+        timeout_s = config.rollout.start_timeout_s
         try:
-            async with asyncio.timeout(config.rollout.start_timeout_s + CONTROL_TIMEOUT_S):
-                url = await actor.start.remote()
+            async with asyncio.timeout(timeout_s + CONTROL_TIMEOUT_S):
+                url = await actor.start.remote(timeout_s)
         except BaseException as error:
             ray.kill(actor)  # and with it a server that is still starting
             cause = getattr(error, "cause", None)
@@ -101,7 +83,8 @@ class SGLangEngine:
             if isinstance(error, ray.exceptions.RayError | TimeoutError):
                 raise RunError(f"{name} did not start: {_one_line(error)} (log: {log})") from None
             raise
-        return cls(name, url, actor, config, vocabulary, log)
+        seeded = bool(options.get("enable_deterministic_inference"))
+        return cls(name, url, actor, config, vocabulary, seeded, log)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
         body = request_body(prompt_ids, params, n, self._vocabulary, self._seeded)

@@ -190,7 +190,7 @@ def test_the_prefix_cache_ends_with_its_policy(engine, policy, update, run):
     assert close(completion.logprobs, reference_logprobs(policy, prompt, completion.response_ids))
 
 
-def test_the_samples_of_a_long_prompt_share_it(engine, policy, run):
+def test_the_samples_of_a_prompt_share_it(engine, policy, run):
     prompt = [3 + (7 * i) % 300 for i in range(300)]
     for completion in run(engine.generate(prompt, SamplingParams(4, seed=5), 3)):
         assert completion.cached_prompt_tokens == 299

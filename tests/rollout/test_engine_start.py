@@ -17,6 +17,7 @@ from tiny import make_config
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.rollout.process import ServerProcess, free_port, last_words
+from rl_tpu.rollout.server import mapped_files, new_files
 
 
 def server_sessions(log: Path) -> list[int]:
@@ -58,6 +59,7 @@ def test_weights_that_cannot_be_read(local_ray, run, model_dirs, tmp_path):
     shutil.copytree(model_dirs["tied"], broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
+    begin = time.time()
     with pytest.raises(
         RunError, match=r"engine 0 ended with exit code \d+: .*[Ee]rror.* \(log: .*engine-0.log\)"
     ) as error:
@@ -66,6 +68,8 @@ def test_weights_that_cannot_be_read(local_ray, run, model_dirs, tmp_path):
     log = tmp_path / "logs" / "engine-0.log"
     assert "safetensors" in log.read_text()
     assert server_sessions(log) == []
+    # SGLang had made its shared memory by then; of files made since, only those that a living process uses are left.
+    assert new_files(begin) <= mapped_files()
 
 
 def test_a_start_that_takes_too_long(local_ray, run, model_dirs, tmp_path):
@@ -82,7 +86,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from rl_tpu.rollout.process import ServerProcess
-server = ServerProcess("engine", "http://127.0.0.1:1", ["--model-path", sys.argv[1]], {}, Path(sys.argv[2]))
+server = ServerProcess("engine", "127.0.0.1", {"model_path": sys.argv[1]}, {}, Path(sys.argv[2]))
 print(server._process.pid, flush=True)
 time.sleep(600)
 """
@@ -103,7 +107,7 @@ def test_an_owner_that_is_killed_while_the_server_starts(model_dirs, tmp_path):
 
 
 def test_a_server_whose_supervisor_is_killed(model_dirs, tmp_path):
-    server = ServerProcess("engine", "http://127.0.0.1:1", ["--model-path", "x"], {}, tmp_path / "engine.log")
+    server = ServerProcess("engine", "127.0.0.1", {"model_path": "x"}, {}, tmp_path / "engine.log")
     session = server._process.pid
     deadline = time.monotonic() + 30
     while len(session_members(session)) < 2 and time.monotonic() < deadline:

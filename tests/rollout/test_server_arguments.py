@@ -8,7 +8,8 @@ import pytest
 from tiny import make_config
 
 from rl_tpu.errors import RunError
-from rl_tpu.rollout.arguments import server_arguments, server_environment, server_options, spare_other_models
+from rl_tpu.rollout.arguments import server_environment, server_options, spare_other_models
+from rl_tpu.rollout.process import server_arguments
 from rl_tpu.rollout.responses import parse_json
 
 
