@@ -46,8 +46,7 @@ class TrainerGroup:
         Raises UserError for a model the trainer cannot take, RunError for a rank that fails or is late; nothing is left
         running then.
         """
-        logs = [run_dir / "logs" / f"trainer-rank-{rank}.log" for rank in range(len(actor_options))]
-        logs[0].parent.mkdir(parents=True, exist_ok=True)
+        logs = [run_dir.resolve() / "logs" / f"trainer-rank-{rank}.log" for rank in range(len(actor_options))]
         remote = ray.remote(TrainerRank)
         actors = [remote.options(**options).remote(str(log)) for options, log in zip(actor_options, logs, strict=True)]
         group = cls(config, actors, logs)
@@ -55,7 +54,7 @@ class TrainerGroup:
             async with asyncio.timeout(config.trainer.start_timeout_s):
                 group._places = await group._all("place")
                 environments = rank_environments(config, group._places)
-                each = [(config, str(model_dir), run_id, environment) for environment in environments]
+                each = [(config, str(model_dir.resolve()), run_id, environment) for environment in environments]
                 await group._all("start", each=each)
         except BaseException as error:
             group._broken = "it did not start"
@@ -95,20 +94,20 @@ class TrainerGroup:
 
     async def save(self, directory: Path) -> None:
         """Write a checkpoint into exactly `directory`."""
-        await self._all("save", str(directory))
+        await self._all("save", str(directory.resolve()))
 
     async def load(self, directory: Path) -> None:
         """Restore the checkpoint in `directory`; UserError if it is none of this model."""
-        await self._all("load", str(directory))
+        await self._all("load", str(directory.resolve()))
 
     async def export_hf(self, directory: Path) -> None:
         """Write the present policy as a Hugging Face directory."""
-        await self._all("export_hf", str(directory))
+        await self._all("export_hf", str(directory.resolve()))
 
     async def close(self) -> None:
         """End all ranks, at the latest after a few seconds."""
         if self._broken is None:
-            calls = [asyncio.wrap_future(actor.close.remote().future()) for actor in self._actors]
+            calls = [asyncio.wrap_future(actor.call.remote("close").future()) for actor in self._actors]
             done, _ = await asyncio.wait(calls, timeout=CLOSE_TIMEOUT_S)
             _failed(list(done))
         for actor in self._actors:
@@ -126,9 +125,7 @@ class TrainerGroup:
         if self._broken is not None:
             raise RunError(f"the trainer is not there any more: {self._broken}")
         timeout_s = timeout_s or self._config.trainer.step_timeout_s
-        refs = [
-            getattr(actor, method).remote(*(each[rank] if each else args)) for rank, actor in enumerate(self._actors)
-        ]
+        refs = [actor.call.remote(method, *(each[rank] if each else args)) for rank, actor in enumerate(self._actors)]
         calls = [asyncio.wrap_future(ref.future()) for ref in refs]
         await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         failures = _failed(calls)

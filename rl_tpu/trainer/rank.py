@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import socket
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,10 +39,11 @@ class Place:
 
 
 class TrainerRank:
-    """One rank. `place` and `start` come first; then all ranks get the same calls in the same order."""
+    """One rank. `place` and `start` come first; then all ranks get the same calls in the same order, through `call`."""
 
     def __init__(self, log: str):
         # Everything that this process and its libraries print belongs to the run.
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -49,6 +51,14 @@ class TrainerRank:
         self._listener: socket.socket | None = None
         self._trainer: PolicyTrainer | None = None
         self._sender: Any = None
+
+    def call(self, method: str, *args: Any) -> Any:
+        """One of the methods below. What it raises goes to the driver as one line, and to this rank's log in full."""
+        try:
+            return getattr(self, method)(*args)
+        except Exception:
+            traceback.print_exc()
+            raise
 
     def place(self) -> Place:
         """Where this rank is; from now on it holds its port, so that nobody else gets it before the ranks have met."""

@@ -67,6 +67,11 @@ def test_a_group_of_two_ranks_does_what_one_rank_does(ray_started, model_dir, tm
         with pytest.raises(UserError, match="is not a checkpoint of this model"):
             await group.load(tmp_path / "nowhere")
         seen["after_bad_load"] = await group.full_tensors()
+        one_row = batches[0].select(slice(0, 1))
+        with pytest.raises(RunError, match=r"trainer rank 0 failed in update: RunError: .*another number of ranks"):
+            await group.update([one_row])
+        assert "Traceback" in (tmp_path / "logs" / "trainer-rank-0.log").read_text()
+        seen["after_bad_batch"] = await group.full_tensors()
         await group.close()
         with pytest.raises(RunError, match="closed"):
             await group.update(batches)
@@ -90,6 +95,7 @@ def test_a_group_of_two_ranks_does_what_one_rank_does(ray_started, model_dir, tm
         assert torch.equal(tensor, seen["received"][name])
         assert torch.equal(tensor, seen["restored"][name])
         assert torch.equal(tensor, seen["after_bad_load"][name])
+        assert torch.equal(tensor, seen["after_bad_batch"][name])
     assert set(seen["publish"]) == {"sync/publish_s", "sync/publish_gb_per_s"}
     assert (tmp_path / "hf" / "model.safetensors").is_file()
     assert not [path for path in SHARED_MEMORY.iterdir() if run_id in path.name]
