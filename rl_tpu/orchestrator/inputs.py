@@ -12,9 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_tpu.config.compose import find_file
 from rl_tpu.config.schema import ModelConfig, PromptSourceConfig, RunConfig
-from rl_tpu.data import PromptSet, load_prompts, load_tokenizer
+from rl_tpu.data import PromptSet, check_source, load_prompts, load_tokenizer
+from rl_tpu.environments import find_environment
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.evaluation import EvalSet
+from rl_tpu.rewards import find_reward
+from weight_sync import WeightSyncError
+from weight_sync.transport import find_transport
 
 
 @dataclass
@@ -43,6 +47,23 @@ def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
         for name, chosen in config.evaluation.sets.items()
     ]
     return Inputs(model_dir, tokenizer, train, sets)
+
+
+def check_names(config: RunConfig) -> None:
+    """Rewards, environments, tasks and transports must exist and take their options. Reads no file, loads no model.
+
+    Raises:
+        UserError: one does not; the known names are listed.
+    """
+    find_reward(config.reward.name, config.reward.options)
+    find_environment(config.environment)
+    check_source(config.data.train)
+    for chosen in config.evaluation.sets.values():
+        check_source(chosen.source)
+    try:
+        find_transport(config.weight_sync.transport)
+    except WeightSyncError as error:
+        raise UserError(f"weight_sync.transport: {error}") from None
 
 
 def missing_files(config: RunConfig) -> list[str]:

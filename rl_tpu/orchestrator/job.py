@@ -19,7 +19,7 @@ from rl_tpu.environments import make_environment
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.collector import Collector
 from rl_tpu.orchestrator.dry_run import describe
-from rl_tpu.orchestrator.inputs import Inputs, read_inputs
+from rl_tpu.orchestrator.inputs import Inputs, check_names, read_inputs
 from rl_tpu.orchestrator.interrupt import Interrupt, Interrupted
 from rl_tpu.orchestrator.loop import Run, answer, train
 from rl_tpu.orchestrator.placement import Placement
@@ -39,6 +39,7 @@ def run_job(config: RunConfig) -> None:
         RunError: a part failed.
         Interrupted: SIGINT or SIGTERM.
     """
+    check_names(config)
     directory, checkpoint = choose_directory(config)
     if config.dry_run:
         describe(config, directory.path)
@@ -121,11 +122,14 @@ async def _run(
                     f" {config.data.max_prompt_tokens} are skipped"
                 )
             tracker.message(f"run directory {directory.path}; starting the trainer and the engines ...")
+            rewards = RewardService(config.reward)
+            stack.callback(rewards.close)
+            rewards.start()
             trainer, fleet = await interrupt.guard(_start(stack, config, inputs, placement, directory, run_id))
             if checkpoint:
                 await interrupt.guard(trainer.load(checkpoint / "trainer"))
                 tracker.message(f"continuing after step {step} from {checkpoint}")
-            run = _assemble(stack, config, inputs, trainer, fleet, tracker, interrupt, directory)
+            run = _assemble(config, inputs, trainer, fleet, rewards, tracker, interrupt, directory)
             if state:
                 run.step = run.saved_step = step
                 run.evaluations = state["evaluations"]
@@ -167,17 +171,15 @@ async def _start(
 
 
 def _assemble(
-    stack: AsyncExitStack,
     config: RunConfig,
     inputs: Inputs,
     trainer: TrainerGroup,
     fleet: Fleet,
+    rewards: RewardService,
     tracker: Tracker,
     interrupt: Interrupt,
     directory: RunDirectory,
 ) -> Run:
-    rewards = RewardService(config.reward)
-    stack.callback(rewards.close)
     stream = PromptStream(inputs.train.prompts, seed=config.seed, shuffle=config.data.shuffle)
     run = Run(
         config=config,

@@ -59,6 +59,10 @@ class RewardService:
         self._closed = False
         self._counts = dict.fromkeys(RewardStats.__dataclass_fields__, 0)
 
+    def start(self) -> None:
+        """Start the workers now, so that they are ready when the first sample comes. Returns at once."""
+        self._running_pool().schedule(os.getpid)
+
     async def score(self, prompt: Prompt, samples: list[Sample]) -> None:
         """Fill ``reward``, ``reward_parts`` and ``reward_error`` of every sample of one prompt.
 

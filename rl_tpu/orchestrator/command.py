@@ -1,0 +1,43 @@
+"""The command line of training: check it, then let Hydra run one job or a sweep of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from rl_tpu.config.compose import ROOT_CONFIG, check_command_line, register_with_hydra, resource, validate
+from rl_tpu.errors import UserError
+from rl_tpu.orchestrator.job import exit_code, run_job
+
+register_with_hydra()
+_exit_codes = [0]
+"""Of the runs so far; a sweep goes on after a run that failed."""
+
+
+@hydra.main(version_base="1.3", config_path=str(resource("configs").resolve()), config_name=ROOT_CONFIG)
+def _task(composed: DictConfig) -> None:
+    config = validate(composed)
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode == RunMode.MULTIRUN:
+        run_dir = Path(hydra_config.sweep.dir) / hydra_config.sweep.subdir
+        config = config.model_copy(update={"run_dir": str(run_dir)})
+    code = exit_code(lambda: run_job(config))
+    if code > 128:
+        sys.exit(code)  # interrupted: the rest of a sweep is not started either
+    _exit_codes.append(code)
+
+
+def train() -> None:
+    """Exit codes: 0 done, 1 a part of the run failed, 2 bad input, 128 + signal when interrupted."""
+    try:
+        check_command_line(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    _task()
+    sys.exit(max(_exit_codes))
