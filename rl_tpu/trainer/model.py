@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.loss import compute_logprobs
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
@@ -18,6 +17,7 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
+from rl_tpu.algorithms.logprobs import label_logprobs
 from rl_tpu.devices import Device
 from rl_tpu.errors import UserError
 from rl_tpu.trainer.attention import document_mask
@@ -45,8 +45,7 @@ class Policy:
         under softmax(logits / temperature). The entropy carries no gradient."""
         mask = document_mask(rows.segment_ids)
         logits = self.model(rows.input_ids, positions=rows.positions, attention_masks=mask)
-        logits = logits.float() / temperature if temperature != 1 else logits
-        return compute_logprobs(logits, rows.labels, return_entropy=True)
+        return label_logprobs(logits, rows.labels, temperature)
 
     def reshard(self) -> None:
         """Free the gathered weights. After a forward without a backward FSDP2 leaves its last group's in place."""

@@ -107,8 +107,8 @@ class PolicyTrainer:
             loss.backward()
             tally.add(loss=loss, entropy=entropy * rows.loss_mask, loss_tokens=rows.loss_mask)
         sums, maxima = tally.reduce()
-        loss_tokens = max(1.0, sums.pop("loss_tokens"))
-        means = {name: value if name == "loss" else value / loss_tokens for name, value in sums.items()}
+        loss_tokens = sums.pop("loss_tokens")
+        means = {name: value if name == "loss" else value / max(1.0, loss_tokens) for name, value in sums.items()}
         tokens = float((minibatch.segment_ids > 0).sum())
         metrics = means | maxima | self.optimizer.step() | {"tokens": tokens, "loss_tokens": loss_tokens}
         metrics["tokens_per_s"] = tokens / (time.perf_counter() - started)
