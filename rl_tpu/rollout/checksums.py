@@ -1,7 +1,8 @@
 """The checksums SGLang reports of its live weights, computed from the trainer's Hugging Face tensors.
 
 SGLang hashes every parameter of its model as it lies in memory (``/weights_checker``, action ``checksum``): the first 8
-bytes of sha256 over the raw bytes, as 16 hex digits. Its model stacks q, k and v, and gate and up, along dimension 0.
+bytes of sha256 over the raw bytes, as 16 hex digits. Its model stacks q, k and v, and gate and up, along dimension 0, and
+fills the vocabulary up with rows of zeros.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+VOCABULARY_MULTIPLE = 64
+"""SGLang's DEFAULT_VOCAB_PADDING_SIZE."""
 
 
 def checksum(*parts: torch.Tensor) -> str:
@@ -30,7 +34,9 @@ def expected_checksums(named_tensors: Mapping[str, torch.Tensor]) -> dict[str, s
     expected = {}
     for name, tensor in named_tensors.items():
         fused, sources = _fused(name)
-        if sources is None:
+        if name in VOCABULARY:
+            expected[name] = checksum(tensor, tensor.new_zeros(-len(tensor) % VOCABULARY_MULTIPLE, *tensor.shape[1:]))
+        elif sources is None:
             expected[name] = checksum(tensor)
         elif name == sources[0]:
             expected[fused] = checksum(*(named_tensors[source] for source in sources))

@@ -36,6 +36,14 @@ def test_parts_are_stacked_as_the_engine_does(dtype):
     }
 
 
+def test_the_vocabulary_is_filled_up_with_zeros():
+    named = {name: torch.randn(65, 3) for name in ("model.embed_tokens.weight", "lm_head.weight", "model.other.weight")}
+    expected = expected_checksums(named)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert expected[name] == digest(torch.cat([named[name], torch.zeros(128 - 65, 3)]))
+    assert expected["model.other.weight"] == digest(named["model.other.weight"])
+
+
 def test_differing_names_every_parameter_that_is_not_equal():
     expected = {"a": "1", "b": "2", "c": "3"}
     assert differing(expected, dict(expected)) == []

@@ -153,8 +153,8 @@ def test_an_aborted_request_returns_what_it_has(engine, policy, run):
 
 
 def test_requests_it_cannot_serve(engine, run):
-    with pytest.raises(UserError, match="outside of the model's vocabulary of 320"):
-        run(engine.generate([5, 320], greedy(), 1))
+    with pytest.raises(UserError, match="outside of the model's vocabulary of 301"):
+        run(engine.generate([5, 301], greedy(), 1))
     with pytest.raises(UserError, match="no token"):
         run(engine.generate([], greedy(), 1))
     with pytest.raises(UserError, match="no min_p in seeded sampling"):
@@ -181,7 +181,7 @@ def test_update(engine, policy, update, run):
 
 
 def test_the_prefix_cache_ends_with_its_policy(engine, policy, update, run):
-    prompt = [3 + i % 300 for i in range(80)]
+    prompt = [3 + i % 290 for i in range(80)]
     assert run(engine.generate(prompt, greedy(4), 1))[0].cached_prompt_tokens == 0
     assert run(engine.generate(prompt, greedy(4), 1))[0].cached_prompt_tokens > 70
     update(2, changed(weights_of(policy), seed=2))
@@ -191,7 +191,7 @@ def test_the_prefix_cache_ends_with_its_policy(engine, policy, update, run):
 
 
 def test_the_samples_of_a_prompt_share_it(engine, policy, run):
-    prompt = [3 + (7 * i) % 300 for i in range(300)]
+    prompt = [3 + (7 * i) % 290 for i in range(300)]
     for completion in run(engine.generate(prompt, SamplingParams(4, seed=5), 3)):
         assert completion.cached_prompt_tokens == 299
         assert close(completion.logprobs, reference_logprobs(policy, prompt, completion.response_ids))
@@ -258,7 +258,7 @@ def test_a_handle_that_is_too_old_is_refused(engine, policy, publish, run):
         ({"model.norm.weight": None}, "leave out .*model.norm.weight"),
         ({"lm_head.weight": None}, "leave out .*lm_head.weight"),
         ({"model.norm.weight": torch.ones(63)}, r"model.norm.weight of shape \[63\] does not fit"),
-        ({"model.embed_tokens.weight": torch.ones(319, 64)}, r"model.embed_tokens.weight of shape \[319, 64\]"),
+        ({"model.embed_tokens.weight": torch.ones(320, 64)}, r"model.embed_tokens.weight of shape \[320, 64\]"),
         ({"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 32)}, "model.layers.0.self_attn.q_proj.weight"),
     ],
 )
