@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from rl_tpu.rollout.checksums import EMBEDDING, OUTPUT_LAYER
 from weight_sync import Manifest
-
-EMBEDDING = "model.embed_tokens.weight"
-OUTPUT_LAYER = "lm_head.weight"
 
 
 class CoverageError(Exception):

@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rl_tpu.errors import RunError
 from rl_tpu.types import Completion, SamplingParams
+
+
+class EngineLostError(RunError):
+    """The engine is gone or holds no whole policy; the same request may be put to another one."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +38,19 @@ class Engine(Protocol):
     """How messages call it, for example ``engine 0``."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
-        """``n`` completions of the prompt. Raises UserError for a request it cannot serve, RunError if it failed."""
+        """``n`` completions of the prompt.
+
+        Raises:
+            UserError: no engine could serve this request.
+            EngineLostError: the engine is gone, or failed to take a new policy meanwhile.
+            RunError: the engine refused the request or did not answer.
+        """
 
     async def update_weights(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
         """Serve policy ``version`` from now on; ``handle`` is what weight_sync's sender published.
 
-        Requests in flight go on under the new version. Raises RunError if the version was not taken whole; the engine
-        must then not be used until a later update succeeds.
+        Requests in flight go on under the new version. Raises RunError if the version was not taken whole: requests in
+        flight are then lost, and the engine must not be used until a later update succeeds.
         """
 
     async def weight_checksums(self) -> dict[str, str]:

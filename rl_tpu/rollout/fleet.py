@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from rl_tpu.config.schema import RunConfig
-from rl_tpu.errors import RunError
+from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.checksums import differing, expected_checksums
-from rl_tpu.rollout.engine import Engine, WeightUpdate
+from rl_tpu.rollout.engine import Engine, EngineLostError, WeightUpdate
 from rl_tpu.rollout.sglang import SGLangEngine
 from rl_tpu.types import Completion, SamplingParams
 
@@ -51,6 +51,11 @@ class Fleet:
 
         Raises UserError or RunError of the first engine that did not start; then none is left running.
         """
+        if config.weight_sync.check_engine_weights and config.rollout.tensor_parallel > 1:
+            raise UserError(
+                "weight_sync.check_engine_weights compares whole tensors: it needs rollout.tensor_parallel 1, not"
+                f" {config.rollout.tensor_parallel}"
+            )
         tasks = [
             asyncio.create_task(
                 SGLangEngine.start(
@@ -69,7 +74,7 @@ class Fleet:
             raise
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1) -> list[Completion]:
-        """``n`` completions from the engine with the least to do. If it fails, another one is asked.
+        """``n`` completions from the engine with the least to do. If that is lost meanwhile, another one is asked.
 
         Without a seed of its own a request gets one that follows from the run's seed, the policy version and the number
         of requests before it under that version.
@@ -82,6 +87,8 @@ class Fleet:
             self._load[engine.name] += cost
             try:
                 return await engine.generate(prompt_ids, params, n)
+            except EngineLostError as error:
+                self._lose(engine, str(error))
             except RunError as error:
                 if await engine.healthy():
                     raise
@@ -147,6 +154,8 @@ class Fleet:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
 
     def _lose(self, engine: Engine, reason: str) -> None:
+        if engine.name in self.lost:
+            return  # the first reason says most
         self.lost[engine.name] = reason
         log.warning("%s gets no more requests until it has taken a new policy: %s", engine.name, reason)
 

@@ -17,7 +17,7 @@ from rl_tpu.config.schema import RunConfig
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.actor import ServerActor
 from rl_tpu.rollout.arguments import server_environment, server_options
-from rl_tpu.rollout.engine import WeightUpdate
+from rl_tpu.rollout.engine import EngineLostError, WeightUpdate
 from rl_tpu.rollout.responses import parse_completion, parse_json, parse_update, request_body
 from rl_tpu.rollout.weight_loader import LOADER, encode_request
 from rl_tpu.types import Completion, SamplingParams
@@ -27,6 +27,8 @@ CONTROL_TIMEOUT_S = 30.0
 SHARED_PROMPT_TOKENS = 16
 """A prompt this long is read once before its n samples are asked for, which then find it in the prefix cache. (SGLang's
 own ``n`` does the same, but gives all n samples one seed.)"""
+CLEANUP_TIMEOUT_S = 10.0
+"""Deadline of each request that ends an update."""
 KEEP_ALIVE_S = 3.0
 """SGLang closes a connection that was idle for 5 s; a request sent just then would be lost."""
 
@@ -46,6 +48,8 @@ class SGLangEngine:
         self._seeded = seeded
         self._session: aiohttp.ClientSession | None = None
         self._updating = asyncio.Lock()
+        self._failed_updates: list[str] = []
+        """Why each of them failed."""
 
     @classmethod
     async def start(
@@ -89,10 +93,14 @@ class SGLangEngine:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
         body = request_body(prompt_ids, params, n, self._vocabulary, self._seeded)
         timeout_s = self._config.rollout.request_timeout_s
+        failed_updates = len(self._failed_updates)
         if n > 1 and len(prompt_ids) >= SHARED_PROMPT_TOKENS:
             read_only = {"input_ids": list(prompt_ids), "sampling_params": {"max_new_tokens": 0}}
             await self._post("/generate", read_only, timeout_s, retry=True)
-        return [parse_completion(item) for item in await self._post("/generate", body, timeout_s, retry=True)]
+        answer = await self._post("/generate", body, timeout_s, retry=True)
+        if len(self._failed_updates) > failed_updates:
+            raise EngineLostError(f"{self.name} dropped its requests: {self._failed_updates[failed_updates]}")
+        return [parse_completion(item) for item in answer]
 
     async def update_weights(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
         sync = self._config.weight_sync
@@ -140,21 +148,28 @@ class SGLangEngine:
 
     @contextlib.asynccontextmanager
     async def _paused(self):
-        """A weight update session. Requests in flight give up their cache, wait, and go on under the new weights."""
+        """A weight update session. Requests in flight give up their cache, wait, and go on under the new weights.
+
+        If the update fails they are dropped: no token may come from weights that are no policy.
+        """
         await self._post("/pause_generation", {"mode": "retract"}, CONTROL_TIMEOUT_S)
         try:
             await self._post("/begin_weight_update", {}, CONTROL_TIMEOUT_S)
             try:
                 yield
             finally:
-                await self._post("/end_weight_update", {}, CONTROL_TIMEOUT_S)
+                await self._post("/end_weight_update", {}, CLEANUP_TIMEOUT_S)
+        except BaseException as error:
+            self._failed_updates.append(_one_line(error))
+            await self._post("/abort_request", {"abort_all": True}, CLEANUP_TIMEOUT_S)
+            raise
         finally:
-            await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)
+            await self._post("/continue_generation", {}, CLEANUP_TIMEOUT_S)
 
     async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float, retry: bool = False) -> Any:
         """The JSON answer. ``retry`` a request whose connection broke once, if the server lives and it does no harm.
 
-        Raises RunError where SGLang refuses the request, does not answer or is gone.
+        Raises EngineLostError where SGLang is gone, RunError where it refuses the request or does not answer.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -166,8 +181,9 @@ class SGLangEngine:
             failure = await self._failure()
             if failure is None and retry:
                 return await self._post(path, body, timeout_s)
-            broken = f"{self.name} broke off {path}: {_one_line(error)} (log: {self.log})"
-            raise RunError(failure or broken) from None
+            if failure is not None:
+                raise EngineLostError(failure) from None
+            raise RunError(f"{self.name} broke off {path}: {_one_line(error)} (log: {self.log})") from None
         return parse_json(self.name, path, status, text)
 
     async def _failure(self) -> str | None:

@@ -36,6 +36,17 @@ def test_parts_are_stacked_as_the_engine_does(dtype):
     }
 
 
+def test_experts_are_stacked_in_the_order_of_their_numbers():
+    experts = "model.layers.0.mlp.experts"
+    named = {f"{experts}.{i}.{x}_proj.weight": torch.randn(4, 3) for i in range(12) for x in ("down", "gate", "up")}
+    gate_up = [named[f"{experts}.{i}.{x}_proj.weight"] for i in range(12) for x in ("gate", "up")]
+    down = [named[f"{experts}.{i}.down_proj.weight"] for i in range(12)]
+    assert expected_checksums(named) == {
+        f"{experts}.w13_weight": digest(torch.cat(gate_up)),
+        f"{experts}.w2_weight": digest(torch.cat(down)),
+    }
+
+
 def test_the_vocabulary_is_filled_up_with_zeros():
     named = {name: torch.randn(65, 3) for name in ("model.embed_tokens.weight", "lm_head.weight", "model.other.weight")}
     expected = expected_checksums(named)

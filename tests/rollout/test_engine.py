@@ -20,6 +20,7 @@ from tiny import (
 
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.checksums import differing, expected_checksums
+from rl_tpu.rollout.engine import EngineLostError
 from rl_tpu.types import SamplingParams
 from weight_sync import Shard, open_sender
 from weight_sync.segments import PAGE_BYTES
@@ -239,6 +240,23 @@ def test_damaged_bytes_are_refused(engine, policy, update, publish, run):
     again = run(engine.generate(PROMPT, greedy(), 1))[0]
     assert again.response_ids == answer.response_ids
     assert again.spans[0].version == 5
+
+
+def test_a_failed_update_in_mid_decode(engine, policy, update, publish, run):
+    """Requests in flight are lost, not mixed: a fleet asks another engine."""
+    update(6, weights_of(policy))
+    handle = publish(7, {**weights_of(policy), "model.nope.weight": torch.ones(3)})
+
+    async def generate_and_fail():
+        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(900, seed=2), 6))
+        await asyncio.sleep(0.5)
+        with pytest.raises(RunError, match=r"no place for model.nope.weight"):
+            await engine.update_weights(handle, 7)
+        return await task
+
+    with pytest.raises(EngineLostError, match=r"engine 0 dropped its requests: .*no place for model.nope.weight"):
+        run(generate_and_fail())
+    assert run(engine.generate(PROMPT, greedy(4), 1))[0].spans[0].version == 6
 
 
 def test_a_handle_that_is_too_old_is_refused(engine, policy, publish, run):

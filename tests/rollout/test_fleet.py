@@ -101,6 +101,31 @@ def test_a_tied_output_layer_may_come_along_if_it_is_equal(fleet, run, publish, 
     assert len(run(fleet.generate(PROMPT, SamplingParams(4), 3))) == 3
 
 
+def test_requests_of_an_engine_that_fails_to_update_go_to_another(fleet, run, publish, policy, monkeypatch):
+    good = publish(4, weights_of(policy))
+    damaged = {**good, "manifest_xxh3_128": "0" * 32}
+    first = fleet.engines[0]
+    update = first.update_weights
+    monkeypatch.setattr(first, "update_weights", lambda handle, version: update(damaged, version))
+
+    async def update_in_mid_decode():
+        answers = asyncio.create_task(requests(fleet, 6, tokens=300))
+        await asyncio.sleep(0.5)
+        metrics = await fleet.update_weights(good, 4)
+        return metrics, await answers
+
+    metrics, results = run(update_in_mid_decode())
+    assert metrics["sync/failed_engines"] == 1
+    assert list(fleet.lost) == ["engine 0"]
+    assert "the manifest in" in fleet.lost["engine 0"]
+    for completion in (c for completions in results for c in completions):
+        assert completion.finish_reason in ("stop", "length")
+        assert completion.spans[-1].version == 4 or completion.finish_reason == "stop"
+    monkeypatch.undo()
+    run(fleet.update_weights(good, 4))
+    assert fleet.lost == {}
+
+
 def test_other_weights_than_the_trainers_are_named(fleet, run, publish, policy):
     new = weights_of(policy)
     run(fleet.update_weights(publish(5, new), 5))
