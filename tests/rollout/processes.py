@@ -33,6 +33,12 @@ def engine_files(session: int) -> set[Path]:
     return files
 
 
+def cpu_seconds(process: int) -> float:
+    """CPU time a process has used."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def gone(session: int, within_s: float = 10.0) -> bool:
     """Whether all processes of a session are gone soon."""
     deadline = time.monotonic() + within_s

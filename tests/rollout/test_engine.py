@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 
 import aiohttp
 import numpy as np
 import pytest
+import ray
 import torch
+from processes import cpu_seconds, session_members
 from tiny import (
     END,
     changed,
@@ -151,6 +154,16 @@ def test_an_aborted_request_returns_what_it_has(engine, policy, run):
         assert completion.finish_reason == "abort"
         assert 0 < len(completion.response_ids) < 900
         assert close(completion.logprobs, reference_logprobs(policy, PROMPT, completion.response_ids, 0.9))
+
+
+def test_an_idle_engine_leaves_the_cores_to_the_trainer(engine, run):
+    session = ray.get(engine._actor.__ray_call__.remote(lambda actor: actor._server._process.pid), timeout=30)
+    processes = session_members(session)
+    assert len(processes) == 4  # supervisor, HTTP, scheduler, detokenizer
+    time.sleep(1)
+    before = sum(map(cpu_seconds, processes))
+    time.sleep(2)
+    assert sum(map(cpu_seconds, processes)) - before < 0.5
 
 
 def test_requests_it_cannot_serve(engine, run):

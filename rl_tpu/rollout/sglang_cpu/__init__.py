@@ -30,6 +30,8 @@ SERVER_OPTIONS = {
     "enable_deterministic_inference": True,
     # Overlapping the scheduler with the device makes every request pay for one decoding step too many, and no CPU is idle.
     "disable_overlap_schedule": True,
+    # An idle scheduler asks for work in a busy loop: a core that the trainer needs meanwhile.
+    "sleep_on_idle": True,
 }
 """Arguments that suit the platform."""
 
