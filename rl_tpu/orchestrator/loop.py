@@ -94,7 +94,7 @@ async def train(run: Run) -> None:
 async def synchronise(run: Run) -> dict[str, float]:
     """Carry the trainer's policy to every engine; on request compare what the engines then hold with the trainer."""
     handle = await run.trainer.publish(run.step)
-    metrics = await run.fleet.update_weights(handle, run.step)
+    metrics = run.trainer.publish_metrics | await run.fleet.update_weights(handle, run.step)
     if run.config.weight_sync.check_engine_weights:
         metrics["sync/checked_engines"] = await run.fleet.check_weights(await run.trainer.full_tensors())
     return metrics

@@ -34,7 +34,7 @@ class TrainerGroup:
         self._places: list[Place] = []
         self._broken: str | None = None
         self.publish_metrics: dict[str, float] = {}
-        """Of the last `publish`, by the slowest rank: `sync/publish_s`, `sync/publish_gb_per_s` (10^9 bytes)."""
+        """Of the last `publish`, by the slowest rank: `sync/stage_s`, `sync/stage_gb_per_s` (10^9 bytes)."""
 
     @classmethod
     async def start(
@@ -85,7 +85,7 @@ class TrainerGroup:
         results = await self._all("publish", version, timeout_s=self._config.weight_sync.timeout_s)
         seconds = max(stats["total_s"] for _, stats in results)
         gigabytes = results[0][1]["total_bytes"] / 1e9
-        self.publish_metrics = {"sync/publish_s": seconds, "sync/publish_gb_per_s": gigabytes / seconds}
+        self.publish_metrics = {"sync/stage_s": seconds, "sync/stage_gb_per_s": gigabytes / seconds}
         return results[0][0]
 
     async def full_tensors(self) -> dict[str, torch.Tensor]:

@@ -96,7 +96,7 @@ def test_a_group_of_two_ranks_does_what_one_rank_does(ray_started, model_dir, tm
         assert torch.equal(tensor, seen["restored"][name])
         assert torch.equal(tensor, seen["after_bad_load"][name])
         assert torch.equal(tensor, seen["after_bad_batch"][name])
-    assert set(seen["publish"]) == {"sync/publish_s", "sync/publish_gb_per_s"}
+    assert set(seen["publish"]) == {"sync/stage_s", "sync/stage_gb_per_s"}
     assert (tmp_path / "hf" / "model.safetensors").is_file()
     assert not [path for path in SHARED_MEMORY.iterdir() if run_id in path.name]
 
