@@ -2,10 +2,6 @@
 
 import pytest
 
-from rl_tpu.rollout.sglang_cpu import imports
-
-imports.install_torchvision()
-
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -88,4 +88,3 @@ def _table(results: dict[str, EvalResult]) -> Table:
         for metric, value in result.metrics.items():
             table.add_row(name, metric, f"{value:.4g}")
     return table
-

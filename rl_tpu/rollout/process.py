@@ -6,10 +6,12 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +22,8 @@ from typing import Any
 from rl_tpu.errors import RunError, UserError
 
 CLOSE_TIMEOUT_S = 10.0
+SCRATCH_PREFIX = "rl_tpu-engine-"
+"""Begins the name of a server's temporary directory; its process id follows."""
 _ERROR_LINE = re.compile(r"^\s*(\[[^\]]*\] )?([\w.]*(Error|Exception|Interrupt)\b.*: |.*\berror: )")
 
 
@@ -120,6 +124,8 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        for scratch in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}{self._process.pid}-*"):
+            shutil.rmtree(scratch, ignore_errors=True)  # still there only if the server's supervisor was killed
 
     def _answers(self) -> bool:
         try:

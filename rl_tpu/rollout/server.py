@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl_tpu.rollout import sglang_cpu
+from rl_tpu.rollout.process import SCRATCH_PREFIX
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -39,7 +40,7 @@ def prepare() -> None:
 
 
 def main() -> None:
-    scratch = tempfile.mkdtemp(prefix="rl_tpu-engine-")
+    scratch = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-")
     server = os.fork()
     if server == 0:
         serve(scratch)

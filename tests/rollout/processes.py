@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from pathlib import Path
+
+from rl_tpu.rollout.process import SCRATCH_PREFIX
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -28,8 +31,7 @@ def engine_files(session: int) -> set[Path]:
     for member in session_members(session):
         maps = Path(f"/proc/{member}/maps").read_text()
         files.update(path for path in SHARED_MEMORY.glob("sglang_*") if str(path) in maps)
-        environment = Path(f"/proc/{member}/environ").read_bytes().split(b"\0")
-        files.update(Path(os.fsdecode(line[7:])) for line in environment if line.startswith(b"TMPDIR=/tmp/rl_tpu"))
+    files.update(Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}{session}-*"))
     return files
 
 

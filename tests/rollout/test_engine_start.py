@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -120,10 +121,13 @@ def test_a_server_whose_supervisor_is_killed(model_dirs, tmp_path):
     while len(session_members(session)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)
+    files = engine_files(session)
+    assert [file for file in files if file.parent == Path(tempfile.gettempdir())]
     server._process.kill()
     assert gone(session)
     assert "exit code -9" in server.failure()
     server.close()
+    assert not [file for file in files if file.exists()]
 
 
 def test_last_words(tmp_path):

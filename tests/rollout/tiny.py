@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rl_tpu.config.schema import RunConfig
-from rl_tpu.rollout.sglang_cpu import imports
-
-imports.install()  # transformers looks for a torchvision that works, too
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 VOCABULARY = 301  # SGLang fills it up to 320 rows
 END = 2

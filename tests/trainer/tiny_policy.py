@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_tpu.rollout.sglang_cpu import imports
-
-imports.install_torchvision()  # transformers needs it before it gives out a model
-
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
-
-from rl_tpu.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig  # noqa: E402
-from rl_tpu.trainer.step import PolicyTrainer  # noqa: E402
-from rl_tpu.types import Sample, VersionSpan  # noqa: E402
+from rl_tpu.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from rl_tpu.trainer.step import PolicyTrainer
+from rl_tpu.types import Sample, VersionSpan
 
 VOCABULARY = 257  # odd: two ranks hold unequal shares of the embedding
 

@@ -7,7 +7,7 @@ module costs nothing and nothing happens unless our platform is the chosen one.
 What SGLang 0.5.23 is changed in, all of it in the server's own processes:
 
 * ``platform.py``: the platform class itself, plus Dynamo switched off (a few helpers would compile C++ at first use).
-* ``imports.py``: stand-ins so that ``import triton`` and ``import torchvision`` succeed where their binaries cannot load.
+* ``imports.py``: stand-ins so that ``import triton`` and ``import torchvision`` succeed where they are not installed.
 * ``prepare_process`` below: worker processes are forked from the server instead of spawned. Forking is ruled out by
   accelerator runtimes, not by a CPU, and importing SGLang three times is most of what a start takes (25 s of CPU time
   spawned, 10 s forked).

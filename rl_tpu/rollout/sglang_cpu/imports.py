@@ -1,8 +1,8 @@
 """Stand-ins for two packages SGLang imports at start and never uses on a CPU.
 
-``triton`` is not part of a CPU torch, and the registry's torchvision wheel is built for CUDA: beside a CPU torch its
-binary does not load and its Python side then fails on the operators it expected. Both stand-ins are import hooks of the
-server's processes alone; with a working triton or torchvision they never act.
+``triton`` is not part of a CPU torch, and the registry's torchvision is built for CUDA: beside a CPU torch its binary does
+not load, and whatever imports it fails, transformers included. So neither is installed on a CPU machine, and the server's
+processes import stand-ins instead. Where a package is installed, its stand-in never acts.
 """
 
 from __future__ import annotations
@@ -12,23 +12,6 @@ import importlib.machinery
 import importlib.util
 import sys
 from types import ModuleType
-
-_libraries = []  # torch drops an operator when its library object goes
-
-
-class _TorchvisionOperators(importlib.abc.MetaPathFinder):
-    """Defines the operators torchvision's Python side registers shapes for, if its binary did not."""
-
-    def find_spec(self, name, path=None, target=None):
-        # torchvision has tried its binary by the time it imports this module.
-        if name == "torchvision._meta_registrations" and not sys.modules["torchvision.extension"]._has_ops():
-            import torch
-
-            library = torch.library.Library("torchvision", "FRAGMENT")
-            for operator in ("nms", "qnms"):
-                if not hasattr(torch.ops.torchvision, operator):
-                    library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _libraries.append(library)
 
 
 class _Stub(ModuleType):
@@ -52,11 +35,14 @@ class _Stub(ModuleType):
         return args[0] if len(args) == 1 and callable(args[0]) and not options else lambda decorated: decorated
 
 
-class _TritonStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Last resort of ``import triton`` and all below it: kernels can be defined, none can run."""
+class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Last resort of importing a package that is not there, and all below it: names can be imported, none can run."""
+
+    def __init__(self, package: str):
+        self._package = package
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "triton":
+        if name.partition(".")[0] == self._package:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -75,13 +61,11 @@ class _TritonStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def install_torchvision() -> None:
-    """Put torchvision's stand-in in place for this process: transformers imports torchvision beside its models, too."""
-    sys.meta_path.insert(0, _TorchvisionOperators())
-
-
 def install() -> None:
-    """Put the stand-ins in place for this process. Cheap: nothing is imported until SGLang asks."""
-    install_torchvision()
-    if importlib.util.find_spec("triton") is None:
-        sys.meta_path.append(_TritonStub())
+    """Put the stand-ins in place for this process."""
+    from transformers.utils import is_torchvision_available
+
+    is_torchvision_available()  # transformers remembers the true answer and does without it
+    for package in ("triton", "torchvision"):
+        if importlib.util.find_spec(package) is None:
+            sys.meta_path.append(_StubFinder(package))
