@@ -14,13 +14,15 @@ from rl_tpu.rollout.process import ServerProcess
 class ServerActor:
     """One SGLang server, on the actor's host and devices. It lives as long as this process, however that ends.
 
-    ``options`` are SGLang's arguments by name; ``local``: only this host needs to reach the server.
+    ``options`` are SGLang's arguments by name; ``driver`` is the address of the driver's host: a server on the same host
+    listens on loopback only.
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], environment: Mapping[str, str], log: Path, local: bool
+        self, name: str, options: Mapping[str, Any], environment: Mapping[str, str], log: Path, driver: str
     ) -> None:
-        host = "127.0.0.1" if local else ray.util.get_node_ip_address()
+        own = ray.util.get_node_ip_address()
+        host = "127.0.0.1" if own == driver else own
         self._server = ServerProcess(name, host, options, environment, log)
 
     def start(self, timeout_s: float) -> str:

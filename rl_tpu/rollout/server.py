@@ -1,9 +1,10 @@
 """The SGLang server: ``python -m rl_tpu.rollout.server SGLANG_ARGUMENTS``.
 
-Two processes. The first only watches: it lives as long as its standard input, which whoever started it keeps open, and
-as long as the second, which is SGLang. When either ends, in whatever way, it kills all that SGLang started, collects the
+Three processes. The second supervises: it lives as long as its standard input, which whoever started it keeps open, and
+as long as the third, which is SGLang. When either ends, in whatever way, it kills all that SGLang started, collects the
 dead and removes the files they left in /dev/shm and in their temporary directory. (A parent-death signal alone would
-follow the thread that started the server, and Ray moves calls between threads.)
+follow the thread that started the server, and Ray moves calls between threads.) The first only waits for the supervisor,
+because Ray kills the children of an actor that it ends before they can do anything.
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ def prepare() -> None:
 
 def main() -> None:
     scratch = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-")
+    supervisor = os.fork()
+    if supervisor != 0:
+        exit_like(os.waitpid(supervisor, 0)[1])
     server = os.fork()
     if server == 0:
         serve(scratch)
-    supervise(server, scratch)
+    exit_like(supervise(server, scratch))
 
 
 def serve(scratch: str) -> NoReturn:
@@ -63,8 +67,8 @@ def serve(scratch: str) -> NoReturn:
     sys.exit(0)
 
 
-def supervise(server: int, scratch: str) -> NoReturn:
-    """Wait until the owner or the server ends; then leave nothing behind."""
+def supervise(server: int, scratch: str) -> int:
+    """Wait until the owner or the server ends; then leave nothing behind. The server's wait status."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     ended = os.pidfd_open(server)
     files: set[str] = set()
@@ -76,17 +80,23 @@ def supervise(server: int, scratch: str) -> NoReturn:
         running = ended not in ready and (0 not in ready or bool(os.read(0, 4096)))
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server, signal.SIGKILL)
-    code = 0
+    result = 0
     with contextlib.suppress(ChildProcessError):
         while True:
             child, status = os.waitpid(-1, 0)
             if child == server:
-                code = os.waitstatus_to_exitcode(status)
+                result = status
     if ended in ready:  # a file of its last seconds may have been in no snapshot
         files |= new_files(looked) - mapped_files()
     for file in files:
         Path(file).unlink(missing_ok=True)
     shutil.rmtree(scratch, ignore_errors=True)
+    return result
+
+
+def exit_like(status: int) -> NoReturn:
+    """End as the process with this wait status did, a signal as shells report it."""
+    code = os.waitstatus_to_exitcode(status)
     sys.exit(code if code >= 0 else 128 - code)
 
 

@@ -71,10 +71,9 @@ class SGLangEngine:
         vocabulary = vocabulary_size(model_dir)
         options = server_options(config, model_dir, index)
         environment = server_environment(config, model_dir, chips)
-        local = config.cluster.hosts == 1 and config.cluster.address is None
         # Concurrent calls: `failure` and `close` must be answered while `start` waits.
         remote = ray.remote(ServerActor).options(max_concurrency=4, max_restarts=0, **actor_options)
-        actor = remote.remote(name, options, environment, log, local)
+        actor = remote.remote(name, options, environment, log, ray.util.get_node_ip_address())
         timeout_s = config.rollout.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s + CONTROL_TIMEOUT_S):

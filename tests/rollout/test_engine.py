@@ -159,7 +159,7 @@ def test_an_aborted_request_returns_what_it_has(engine, policy, run):
 def test_an_idle_engine_leaves_the_cores_to_the_trainer(engine, run):
     session = ray.get(engine._actor.__ray_call__.remote(lambda actor: actor._server._process.pid), timeout=30)
     processes = session_members(session)
-    assert len(processes) == 4  # supervisor, HTTP, scheduler, detokenizer
+    assert len(processes) == 5  # first, supervisor, HTTP, scheduler, detokenizer
     time.sleep(1)
     before = sum(map(cpu_seconds, processes))
     time.sleep(2)

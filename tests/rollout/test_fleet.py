@@ -152,7 +152,7 @@ def test_an_engine_that_is_killed(fleet, run, publish, policy, caplog):
     describe = victim._actor.__ray_call__.remote(lambda actor: (os.getpid(), actor._server._process.pid))
     actor, session = ray.get(describe, timeout=30)
     files = engine_files(session)
-    assert len(session_members(session)) == 4  # supervisor, HTTP, scheduler, detokenizer
+    assert len(session_members(session)) == 5  # first, supervisor, HTTP, scheduler, detokenizer
     assert [file for file in files if str(file).startswith("/dev/shm")]
 
     async def kill_in_mid_decode():
@@ -175,3 +175,16 @@ def test_an_engine_that_is_killed(fleet, run, publish, policy, caplog):
     assert metrics["sync/failed_engines"] == 1
     assert run(fleet.check_weights(weights_of(policy))) == 1
     assert {span.version for c in run(fleet.generate(PROMPT, SamplingParams(8), 2)) for span in c.spans} == {8}
+
+
+def test_an_actor_that_ray_ends(fleet, run):
+    """Ray kills the children of an actor it ends; still nothing stays."""
+    last = fleet.engines[1]
+    session = ray.get(last._actor.__ray_call__.remote(lambda actor: actor._server._process.pid), timeout=30)
+    files = engine_files(session)
+    assert len(files) == 2  # shared memory and the temporary directory
+    ray.kill(last._actor)
+    assert gone(session)
+    assert not [file for file in files if file.exists()]
+    with pytest.raises(RunError, match=r"no engine is left: engine 0 .*; engine 1 is gone: its Ray actor died"):
+        run(fleet.generate(PROMPT, SamplingParams(8), 2))
