@@ -9,7 +9,7 @@ from rl_tpu.config.schema import PromptSourceConfig, RunConfig
 
 def broken_rules(config: RunConfig) -> list[str]:
     """Everything in `config` that cannot work together; empty if all is well."""
-    return [*_batches(config), *_lengths(config), *_chips(config), *_sources(config)]
+    return [*_batches(config), *_lengths(config), *_chips(config), *_sources(config), *_checks(config)]
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
@@ -76,6 +76,14 @@ def _chips(config: RunConfig) -> Iterator[str]:
         yield (
             f"an engine takes whole chips: rollout.tensor_parallel {rollout.tensor_parallel} must be a multiple of"
             f" cluster.devices_per_chip {cluster.devices_per_chip}"
+        )
+
+
+def _checks(config: RunConfig) -> Iterator[str]:
+    if config.weight_sync.check_engine_weights and config.rollout.tensor_parallel > 1:
+        yield (
+            "weight_sync.check_engine_weights compares whole tensors: it needs rollout.tensor_parallel 1, not"
+            f" {config.rollout.tensor_parallel}"
         )
 
 

@@ -70,7 +70,8 @@ async def _evaluate(config: RunConfig, inputs: Inputs, placement: Placement, dir
     async with AsyncExitStack() as stack:
         rewards = RewardService(config.reward)
         stack.callback(rewards.close)
-        fleet = await interrupt.guard(Fleet.start(config, inputs.model_dir, directory, placement.engine_options()))
+        start = Fleet.start(config, inputs.model_dir, directory, placement.engine_options(), placement.engine_chips())
+        fleet = await interrupt.guard(start)
         stack.push_async_callback(fleet.close)
         with Progress(transient=True) as progress:
             bar = progress.add_task("evaluating", total=total)

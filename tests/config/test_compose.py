@@ -40,6 +40,7 @@ def test_every_value_of_a_sweep_is_checked():
         (["cluster.trainer_chips=3"], ["3 + rollout_chips 1 = 4 chips", "= 2"]),
         (["rollout.engines=2"], ["rollout.engines 2 x tensor_parallel 1 = 2 devices"]),
         (["cluster.devices_per_chip=2"], ["whole chips", "multiple of cluster.devices_per_chip 2"]),
+        (["rollout.tensor_parallel=2"], ["check_engine_weights", "tensor_parallel 1, not 2"]),
         (["algorithm.minibatches=7"], ["= 128 samples are not divisible by algorithm.minibatches 7"]),
         (["data.max_prompt_tokens=4000"], ["tokens do not fit the longest row", "context_tokens"]),
         (["rollout.kv_cache_tokens=16"], ["rollout.kv_cache_tokens 16"]),
