@@ -13,11 +13,11 @@ from rl_tpu.rewards.extract import final_answer
 from rl_tpu.types import Prompt
 
 
-def score(text: str, answer: Any, prompt: Prompt, *, exact: bool = False) -> float:
-    r"""What the task's scorer gives the response's answer, between 0 and 1; with ``exact`` 1 for full credit, else 0.
+def score(text: str, answer: Any, prompt: Prompt, *, exact: bool = True) -> float:
+    r"""1 if the task's scorer gives the response's answer full credit, else 0; without ``exact`` the credit itself.
 
     `final_answer` says which part of the response is the answer. Many scorers give a share for a wrong answer that
-    contains the right one, which a policy learns to exploit: ``exact`` takes that away.
+    contains the right one, which a policy learns to exploit; where partial credit is meant, set ``exact=false``.
     """
     notes = prompt.metadata
     if not {"task", "task_options", "question", "notes"} <= notes.keys():
