@@ -17,6 +17,7 @@ from rl_tpu.errors import UserError
 
 if TYPE_CHECKING:
     from rl_tpu.trainer.model import Policy
+    from rl_tpu.trainer.optimizer import PolicyOptimizer
 
 # What distributed checkpointing raises for files that are missing, broken or of another model.
 _BAD_FILES = (CheckpointException, OSError, ValueError, RuntimeError)
@@ -32,20 +33,38 @@ def load_hf(policy: Policy, model_dir: Path) -> None:
     policy.model.load_state_dict(policy.adapter.from_hf(weights), strict=True)
 
 
-def save(directory: Path, policy: Policy, states: dict[str, Any]) -> None:
-    """Write the model and `states` (objects with state_dict and load_state_dict, by name) into exactly `directory`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    dcp.save({"model": policy.model.state_dict(), **states, "random": RandomState()}, checkpoint_id=str(directory))
+class PolicyCheckpointer:
+    """torchtitan's checkpointer over everything a rank holds, writing where it is told to."""
 
+    def __init__(self, policy: Policy, optimizer: PolicyOptimizer):
+        from torchtitan.components.checkpointer.dcp import CheckpointManager
 
-def load(directory: Path, policy: Policy, states: dict[str, Any]) -> None:
-    """Restore exactly what `save` wrote; UserError where the directory is not a checkpoint of this model."""
-    model = policy.model.state_dict()
-    try:
-        dcp.load({"model": model, **states, "random": RandomState()}, checkpoint_id=str(directory))
-    except _BAD_FILES as error:
-        raise UserError(f"resume: {directory} is not a checkpoint of this model ({_reason(error)})") from error
-    policy.model.load_state_dict(model, strict=True)
+        # Where checkpoints lie and how many are kept is the driver's business: a checkpoint of a run is more than these.
+        self._manager = CheckpointManager.Config(enable=True, keep_latest_k=0).build(
+            dataloader=None,
+            model_parts=[policy.model],
+            optimizers=optimizer.optimizer,
+            lr_schedulers=optimizer.schedule,
+            states={"random": RandomState()},
+            sd_adapter=policy.adapter,
+        )
+        del self._manager.states["dataloader"]
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer, schedule and random state into exactly `directory`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._manager.dcp_save(self._states(), checkpoint_id=str(directory), async_mode=self._manager.async_mode)
+
+    def load(self, directory: Path) -> None:
+        """Restore exactly what `save` wrote; UserError where the directory is not a checkpoint of this model."""
+        try:
+            self._manager.dcp_load(self._states(), checkpoint_id=str(directory), from_hf=False, from_quantized=False)
+        except _BAD_FILES as error:
+            raise UserError(f"resume: {directory} is not a checkpoint of this model ({_reason(error)})") from error
+
+    def _states(self) -> dict[str, Any]:
+        states = dict(self._manager.states)
+        return states.pop("model").state_dict() | states
 
 
 class RandomState:

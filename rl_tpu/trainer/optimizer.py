@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -32,31 +31,27 @@ class PolicyOptimizer:
                 "weight_decay": config.weight_decay,
             },
         )
-        self._optimizer = OptimizersContainer.Config(
+        self.optimizer = OptimizersContainer.Config(
             param_groups=[adamw], implementation=device.optimizer_implementation
         ).build(model_parts=[model])
         # Moments exist from the start: memory that does not suffice shows at once, and a checkpoint of version 0 is exact
         # (torchtitan would make them when it saves, and count that as a step).
-        for adam in self._optimizer:
+        for adam in self.optimizer:
             init_optim_state(adam)
             for state in adam.state.values():
                 state["step"].zero_()
         factor = partial(
             learning_rate_factor, warmup_steps=config.warmup_steps, total_steps=total_steps, decay=config.decay
         )
-        self._schedule = LRSchedulersContainer(self._optimizer, factor)
+        self.schedule = LRSchedulersContainer(self.optimizer, factor)
 
     def step(self) -> dict[str, float]:
         """Clip the gradient, update the parameters, advance the schedule; nothing of it if the norm is not finite."""
         norm = float(clip_grad_norm_(self._parameters, self._max_grad_norm, foreach=False))
         finite = math.isfinite(norm)
-        learning_rate = self._schedule.schedulers[0].get_last_lr()[0]
+        learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
         if finite:
-            self._optimizer.step()
-            self._schedule.step()
-        self._optimizer.zero_grad()
+            self.optimizer.step()
+            self.schedule.step()
+        self.optimizer.zero_grad()
         return {"grad_norm": norm, "learning_rate": learning_rate, "skipped_updates": float(not finite)}
-
-    def states(self) -> dict[str, Any]:
-        """What a checkpoint has to hold, by name."""
-        return {"optimizer": self._optimizer, "schedule": self._schedule}

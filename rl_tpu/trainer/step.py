@@ -84,6 +84,7 @@ class PolicyTrainer:
             self.device,
             total_steps=self.config.steps * self.algorithm.minibatches,
         )
+        self._checkpointer = checkpoint.PolicyCheckpointer(self.policy, self.optimizer)
 
     def update(self, minibatch: PackedBatch) -> dict[str, float]:
         """One optimizer step on `minibatch` (the rows of all ranks, packed for so many); metrics over all ranks.
@@ -144,11 +145,11 @@ class PolicyTrainer:
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and random state into exactly `directory`."""
-        checkpoint.save(directory, self.policy, self.optimizer.states())
+        self._checkpointer.save(directory)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, on any number of ranks; UserError where `directory` holds no such checkpoint."""
-        checkpoint.load(directory, self.policy, self.optimizer.states())
+        self._checkpointer.load(directory)
 
     def close(self) -> None:
         """Leave the process group."""
