@@ -42,6 +42,7 @@ class ConsoleSink(Sink):
         if not self.console.is_terminal:
             self.console.width = WIDTH_OF_A_LOG
         self._total, self._start_step, self._began = total_steps, start_step, time.monotonic()
+        self._stepping = False
         self._bar: Progress | None = None
         self._moved_handlers: list[tuple[logging.StreamHandler, Any]] = []
         if self.console.is_interactive:
@@ -84,6 +85,8 @@ class ConsoleSink(Sink):
         self.console.print(text, markup=False, soft_wrap=isinstance(text, str) and not self._bar)
 
     def part_started(self, part: str) -> None:
+        if not self._stepping and part == "step":  # starting engines and ranks says nothing about the steps to come
+            self._stepping, self._began = True, time.monotonic()
         if self._bar and part != "step":
             self._bar.update(self._task, description=part)
 

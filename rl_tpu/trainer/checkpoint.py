@@ -40,7 +40,7 @@ class PolicyCheckpointer:
         from torchtitan.components.checkpointer.dcp import CheckpointManager
 
         # Where checkpoints lie and how many are kept is the driver's business: a checkpoint of a run is more than these.
-        self._manager = CheckpointManager.Config(enable=True, keep_latest_k=0).build(
+        self._manager = CheckpointManager.Config(enable=True, keep_latest_k=0, initial_load_model_only=False).build(
             dataloader=None,
             model_parts=[policy.model],
             optimizers=optimizer.optimizer,

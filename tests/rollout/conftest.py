@@ -24,7 +24,7 @@ def model_dirs(tmp_path_factory) -> dict[str, Path]:
     return {"untied": root / "untied", "tied": root / "tied"}
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def local_ray():
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
