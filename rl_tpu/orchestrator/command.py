@@ -34,6 +34,8 @@ def _task(composed: DictConfig) -> None:
 
 def train() -> None:
     """Exit codes: 0 done, 1 a part of the run failed, 2 bad input, 128 + signal when interrupted."""
+    # Hydra's parser takes -m in front of the overrides only.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     try:
         check_command_line(sys.argv[1:])
     except UserError as error:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,11 +66,19 @@ class Job:
             found += [
                 name
                 for name in set(os.listdir("/dev/shm")) - self.shared_memory_before
-                if name.startswith(("rl_tpu", "weight_sync", "sglang", "sgl_"))
+                if name.startswith(("weight_sync", "sglang", "sgl_")) and not self._of_others(name)
             ]
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.3)
+
+    def _of_others(self, name: str) -> bool:
+        """Whether a process of another run on this machine has the file mapped."""
+        for process in psutil.process_iter(["environ"]):
+            with suppress(OSError):
+                if not self._mine(process) and f"/dev/shm/{name}" in Path(f"/proc/{process.pid}/maps").read_text():
+                    return True
+        return False
 
     def _mine(self, process: psutil.Process) -> bool:
         return (process.info["environ"] or {}).get(MARK) == self.mark

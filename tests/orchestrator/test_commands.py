@@ -16,7 +16,7 @@ def test_a_sweep_gives_every_run_its_directory_and_a_summary(start_job, tmp_path
     assert code == 0, output
     assert job.left_behind() == []
     runs = sorted(path for path in (tmp_path / "sweep").iterdir() if path.is_dir())
-    assert [run.name[:2] for run in runs] == ["0-", "1-"]
+    assert [run.name for run in runs] == ["0", "1"]
     dumps = [(run / "samples" / "step-000000.jsonl").read_text().splitlines() for run in runs]
     prompts = [[json.loads(line)["prompt_id"] for line in dump] for dump in dumps]
     assert prompts[0] != prompts[1]
