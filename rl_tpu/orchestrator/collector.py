@@ -1,8 +1,9 @@
 """Keeps groups in flight: draws prompts, has them answered and scored, and hands finished groups to the loop.
 
 Pacing is one number. Under policy version v the g-th group of the run may be drawn if g < (v + max_staleness + 1) x
-prompts_per_step, so 0 is synchronous, 1 is one step off, k is asynchronous with a bound. Groups may overtake each other,
-but never so far that an older one could no longer train within the bound: then the batch waits for the older one.
+prompts_per_step, so 0 is synchronous, 1 is one step off, k is asynchronous with a bound; nothing is drawn for steps after
+the last. Groups may overtake each other, but never so far that an older one could no longer train within the bound: then
+the batch waits for the older one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Collector:
         self._per_step = config.rollout.prompts_per_step
         self._staleness = config.rollout.max_staleness
         self._drop_uniform = config.algorithm.drop_uniform_groups
-        self._draws_per_step = config.algorithm.max_generation_batches * self._per_step
+        self._steps = config.trainer.steps
+        # What is drawn ahead for later steps does not use up the draws of this one.
+        self._draws_per_step = (config.algorithm.max_generation_batches + self._staleness) * self._per_step
         self._stream = stream
         self._answer = answer
         self._version = 0
@@ -63,7 +66,7 @@ class Collector:
         while len(self._ready) < self._per_step or not self._leaves_room_for_older(version):
             if not self._in_flight:
                 self._fill_with_uniform()
-                continue
+                break
             self._take(await self._finished.get())
             self._draw()
         batch, self._ready = self._ready[: self._per_step], self._ready[self._per_step :]
@@ -105,7 +108,7 @@ class Collector:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _draw(self) -> None:
-        bound = (self._version + self._staleness + 1) * self._per_step
+        bound = min(self._version + self._staleness + 1, self._steps) * self._per_step
         while (
             self._consumed + len(self._ready) + len(self._in_flight) < bound
             and self._drawn_this_step < self._draws_per_step
@@ -140,6 +143,8 @@ class Collector:
     def _fill_with_uniform(self) -> None:
         """The step's bound on draws is used up: go on with uniform groups (their advantages are zero)."""
         missing = self._per_step - len(self._ready)
+        if missing <= 0:
+            return
         if len(self._uniform) < missing:
             raise RunError(f"{missing} groups are missing and none is in flight; was advance() called?")
         self._ready += self._uniform[-missing:]

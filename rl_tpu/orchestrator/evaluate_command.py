@@ -22,11 +22,12 @@ from rl_tpu.environments import make_environment
 from rl_tpu.errors import UserError
 from rl_tpu.orchestrator.evaluation import EvalResult, evaluate
 from rl_tpu.orchestrator.inputs import Inputs, check_names, read_inputs
-from rl_tpu.orchestrator.interrupt import Interrupt
+from rl_tpu.orchestrator.interrupt import Interrupt, interrupt_by_sigterm
 from rl_tpu.orchestrator.job import exit_code
 from rl_tpu.orchestrator.placement import Placement
 from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
+from rl_tpu.tracking import RunDirectory
 
 
 def evaluate_checkpoint() -> None:
@@ -51,9 +52,11 @@ def configuration(arguments: list[str]) -> RunConfig:
 def run_evaluation(config: RunConfig) -> None:
     """Score every evaluation set, print a table and write evaluation.json into the run directory."""
     check_names(config)
+    interrupt_by_sigterm()
     stamp = time.strftime("%Y%m%d-%H%M%S")
     directory = Path(config.run_dir or Path("runs") / config.name / f"evaluation-{stamp}").resolve()
     inputs = read_inputs(config, training=False)
+    RunDirectory(directory).create()
     with Placement(config, roles=("rollout",)) as placement:
         results = asyncio.run(_evaluate(config, inputs, placement, directory))
     report = {"model": str(inputs.model_dir), "evaluation": {name: result.metrics for name, result in results.items()}}

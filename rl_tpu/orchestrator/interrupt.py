@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 Result = TypeVar("Result")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -20,6 +20,11 @@ class Interrupted(Exception):
         self.signal = number
 
 
+def interrupt_by_sigterm() -> None:
+    """Until an `Interrupt` takes over, SIGTERM raises Interrupted where the program is, as SIGINT does KeyboardInterrupt."""
+    signal.signal(signal.SIGTERM, _interrupted)
+
+
 class Interrupt:
     """Installs the handlers in the running event loop; `guard` waits for work or for the signal."""
 
@@ -28,11 +33,6 @@ class Interrupt:
         self._signal = 0
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._ask, number)
-
-    def remove(self) -> None:
-        """Give the signals back to Python."""
-        for number in SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(number)
 
     async def guard(self, work: Awaitable[Result]) -> Result:
         """The result of `work`.
@@ -63,3 +63,7 @@ class Interrupt:
             os._exit(128 + number)
         self._signal = number
         self._asked.set()
+
+
+def _interrupted(number: int, _: object) -> NoReturn:
+    raise Interrupted(number)

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.data import PromptStream
@@ -20,7 +20,7 @@ from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.collector import Collector
 from rl_tpu.orchestrator.dry_run import describe
 from rl_tpu.orchestrator.inputs import Inputs, check_names, read_inputs
-from rl_tpu.orchestrator.interrupt import Interrupt, Interrupted
+from rl_tpu.orchestrator.interrupt import Interrupt, Interrupted, interrupt_by_sigterm
 from rl_tpu.orchestrator.loop import Run, answer, train
 from rl_tpu.orchestrator.placement import Placement
 from rl_tpu.orchestrator.state import Checkpoints, load_state
@@ -44,8 +44,10 @@ def run_job(config: RunConfig) -> None:
     if config.dry_run:
         describe(config, directory.path)
         return
-    signal.signal(signal.SIGTERM, _stop_starting)  # until the loop's own handlers are in place
+    interrupt_by_sigterm()
     state = load_state(checkpoint) if checkpoint else None
+    if state:
+        check_pacing(config, state)
     inputs = read_inputs(config)
     with Placement(config) as placement:
         asyncio.run(_run(config, inputs, placement, directory, checkpoint, state))
@@ -98,6 +100,23 @@ def choose_directory(config: RunConfig) -> tuple[RunDirectory, Path | None]:
             f"run_dir {directory.path} already holds a run: continue it with resume=auto or choose another run_dir"
         )
     return directory, None
+
+
+def check_pacing(config: RunConfig, state: dict[str, Any]) -> None:
+    """Raise UserError where a checkpoint's groups do not fit the bound on staleness as it is configured now."""
+    step, consumed, rollout = state["step"], state["collector"]["consumed"], config.rollout
+    if consumed != step * rollout.prompts_per_step:
+        raise UserError(
+            f"resume: the checkpoint drew {consumed} prompts in {step} steps, with rollout.prompts_per_step"
+            f" {rollout.prompts_per_step} it would be {step * rollout.prompts_per_step}: resume with the same number"
+        )
+    samples = [sample for group in state["collector"]["ready"] for sample in group.samples]
+    lag = max((step - sample.oldest_version for sample in samples), default=0)
+    if lag > rollout.max_staleness:
+        raise UserError(
+            f"resume: the checkpoint holds groups {lag} policy versions old, rollout.max_staleness is"
+            f" {rollout.max_staleness}: resume with {lag} or more"
+        )
 
 
 async def _run(
@@ -155,19 +174,20 @@ async def _start(
     run_id: str,
 ) -> tuple[TrainerGroup, Fleet]:
     """Trainer ranks and engines, started side by side."""
-    trainer_start = asyncio.create_task(
-        TrainerGroup.start(config, inputs.model_dir, directory.path, run_id, placement.trainer_options())
-    )
-    fleet_start = asyncio.create_task(Fleet.start(config, inputs.model_dir, directory.path, placement.engine_options()))
-    results = await asyncio.gather(trainer_start, fleet_start, return_exceptions=True)
-    for part in results:
-        if not isinstance(part, BaseException):
-            stack.push_async_callback(part.close)
-    for part in results:
-        if isinstance(part, BaseException):
-            raise part
-    trainer, fleet = results
-    return trainer, fleet
+    model_dir, run_dir = inputs.model_dir, directory.path
+    trainer = TrainerGroup.start(config, model_dir, run_dir, run_id, placement.trainer_options())
+    fleet = Fleet.start(config, model_dir, run_dir, placement.engine_options(), placement.engine_chips())
+    starts = [asyncio.create_task(trainer), asyncio.create_task(fleet)]
+    try:
+        await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        failed = [start for start in starts if start.done() and not start.cancelled() and start.exception()]
+        for start in starts:
+            start.cancel()  # where one part cannot start, nobody waits for the other
+        for part in await asyncio.gather(*starts, return_exceptions=True):
+            if not isinstance(part, BaseException):
+                stack.push_async_callback(part.close)
+    return tuple(start.result() for start in failed or starts)
 
 
 def _assemble(
@@ -194,7 +214,3 @@ def _assemble(
         interrupt=interrupt,
     )
     return run
-
-
-def _stop_starting(number: int, _: object) -> NoReturn:
-    raise Interrupted(number)

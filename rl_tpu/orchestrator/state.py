@@ -25,10 +25,14 @@ class Checkpoints:
         self.keep = keep
 
     async def save(self, step: int, state: dict[str, Any], save_trainer: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write step `step` under a temporary name, rename it when every byte is on disk, delete the oldest ones."""
+        """Write step `step` under a temporary name, rename it when every byte is on disk, delete what it replaces.
+
+        That is the oldest ones, and those of later steps: a run that resumed from an older checkpoint left them behind.
+        """
         target = self.directory / f"{PREFIX}{step:06d}"
+        for broken_off in self.directory.glob(f".{PREFIX}*.partial"):
+            shutil.rmtree(broken_off, ignore_errors=True)
         partial = self.directory / f".{target.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         await save_trainer(partial / "trainer")
         with open(partial / "state.json", "w") as file:
@@ -38,8 +42,10 @@ class Checkpoints:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         _sync_directory(self.directory)
-        for old in self.whole()[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        whole = self.whole()
+        newest = whole.index(target) + 1
+        for replaced in whole[: max(0, newest - self.keep)] + whole[newest:]:
+            shutil.rmtree(replaced, ignore_errors=True)
         return target
 
     def whole(self) -> list[Path]:

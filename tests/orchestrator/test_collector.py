@@ -133,3 +133,30 @@ def test_a_restored_collector_answers_every_prompt_the_uninterrupted_one_does():
     for batch in cut:
         for group in batch:
             assert prompts.get(group.index, group.prompt.id) == group.prompt.id
+
+
+def test_nothing_is_drawn_for_steps_after_the_last():
+    engine = Engine()
+    settings = config("rollout.max_staleness=2", "trainer.steps=5")
+    asyncio.run(run(Collector(settings, PromptStream(PROMPTS), engine.answer), engine, 5))
+    assert len(engine.answered) == 5 * 4
+
+
+def test_the_bound_on_draws_does_not_lower_the_staleness():
+    engine = Engine()
+    settings = config("rollout.max_staleness=2", "algorithm.max_generation_batches=1")
+    batches = asyncio.run(run(Collector(settings, PromptStream(PROMPTS), engine.answer), engine, 6))
+    assert max(step - group.samples[0].oldest_version for step, batch in enumerate(batches) for group in batch) == 2
+
+
+def test_ready_groups_that_leave_no_room_do_not_stop_the_loop():
+    async def one_step():
+        collector = Collector(config("rollout.max_staleness=1"), PromptStream(PROMPTS), Engine().answer)
+        old = Engine()
+        state = collector.state()
+        state["ready"] = [await old.answer(prompt) for prompt in PROMPTS[:12]]
+        collector.restore({**state, "consumed": 24})
+        collector.advance(1)
+        return await collector.batch(1)
+
+    assert len(asyncio.run(asyncio.wait_for(one_step(), 10))) == 4

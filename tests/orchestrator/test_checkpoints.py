@@ -1,0 +1,61 @@
+"""Which checkpoints of a run are kept, and which a configuration can continue."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rl_tpu.config.compose import load_config
+from rl_tpu.errors import UserError
+from rl_tpu.orchestrator.job import check_pacing
+from rl_tpu.orchestrator.state import Checkpoints, load_state
+from rl_tpu.types import Group, Prompt, Sample, VersionSpan
+
+GROUP = Group(7, Prompt("p", (1,), "2"), [Sample([1], [2], [1], [-0.5], [VersionSpan(3, 0, 1)], "stop")])
+
+
+def collector_state(consumed=0):
+    return {"stream": {}, "consumed": consumed, "next_index": 8, "ready": [GROUP], "in_flight": [(8, GROUP.prompt)]}
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> list[str]:
+    async def save_trainer(directory: Path) -> None:
+        directory.mkdir()
+
+    for step in steps:
+        asyncio.run(checkpoints.save(step, {"collector": collector_state()}, save_trainer))
+    return [path.name for path in checkpoints.whole()]
+
+
+def test_the_newest_are_kept(tmp_path):
+    assert save(Checkpoints(tmp_path, keep=2), 10, 20, 30) == ["step-000020", "step-000030"]
+
+
+def test_a_run_that_went_back_replaces_the_later_ones(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    save(checkpoints, 10, 20)
+    assert save(checkpoints, 15) == ["step-000010", "step-000015"]
+    assert checkpoints.newest().name == "step-000015"
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+    (tmp_path / ".step-000005.partial").mkdir()
+    save(Checkpoints(tmp_path, keep=2), 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
+def test_groups_and_prompts_come_back_as_they_were(tmp_path):
+    save(Checkpoints(tmp_path, keep=1), 5)
+    state = load_state(tmp_path / "step-000005")
+    assert state["collector"] == collector_state()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("rollout.prompts_per_step=8", "prompts_per_step 8"), ("rollout.max_staleness=0", "1 policy versions old")],
+)
+def test_another_pacing_cannot_continue(override, words):
+    state = {"step": 4, "collector": collector_state(consumed=4 * 16)}
+    check_pacing(load_config(["+experiment=quickstart", "rollout.max_staleness=1"]), state)
+    with pytest.raises(UserError, match=words):
+        check_pacing(load_config(["+experiment=quickstart", "rollout.max_staleness=1", override]), state)
