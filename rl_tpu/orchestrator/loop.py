@@ -53,10 +53,10 @@ async def train(run: Run) -> None:
 
     Raises:
         Interrupted: a signal came; a checkpoint of the last whole step is written.
-        RunError: a part failed; a checkpoint is written if the trainer still answers.
+        RunError: a part failed; a checkpoint is written if the trainer holds a whole step and still answers.
     """
     config, timer = run.config, run.tracker.timer
-    position = run.collector.state()
+    position: dict[str, Any] | None = run.collector.state()
     try:
         await synchronise(run)
         if run.step == 0:
@@ -69,6 +69,7 @@ async def train(run: Run) -> None:
                     groups = await run.interrupt.guard(run.collector.batch(run.step))
                 metrics = rollout_metrics(groups, run.step) | {"rollout/dropped_groups": float(run.collector.dropped)}
                 metrics |= shape_rewards(groups, config)
+                position = None  # an update that breaks off leaves a policy that belongs to no step
                 with timer("train"):
                     metrics |= await run.trainer.update(minibatches(groups, config))
                 run.step += 1
@@ -86,7 +87,7 @@ async def train(run: Run) -> None:
                 await save(run, position)
             run.interrupt.check()
     except Exception:
-        if run.step > run.saved_step:
+        if position is not None and run.step > run.saved_step:
             await save_what_was_paid_for(run, position)
         raise
 
