@@ -11,6 +11,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rl_tpu.config.compose import ROOT_CONFIG, check_command_line, register_with_hydra, resource, validate
+from rl_tpu.config.schema import RunConfig
 from rl_tpu.errors import UserError
 from rl_tpu.orchestrator.job import exit_code, run_job
 
@@ -21,15 +22,20 @@ _exit_codes = [0]
 
 @hydra.main(version_base="1.3", config_path=str(resource("configs").resolve()), config_name=ROOT_CONFIG)
 def _task(composed: DictConfig) -> None:
+    code = exit_code(lambda: run_job(_configuration(composed)))
+    if code > 128:
+        sys.exit(code)  # interrupted: the rest of a sweep is not started either
+    _exit_codes.append(code)
+
+
+def _configuration(composed: DictConfig) -> RunConfig:
+    """Of this run. UserError even now: values of a sweep that are right one by one may contradict each other."""
     config = validate(composed)
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
         run_dir = Path(hydra_config.sweep.dir) / hydra_config.sweep.subdir
         config = config.model_copy(update={"run_dir": str(run_dir)})
-    code = exit_code(lambda: run_job(config))
-    if code > 128:
-        sys.exit(code)  # interrupted: the rest of a sweep is not started either
-    _exit_codes.append(code)
+    return config
 
 
 def train() -> None:

@@ -16,6 +16,7 @@ from rl_tpu.data import PromptSet, check_source, load_prompts, load_tokenizer
 from rl_tpu.environments import find_environment
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.evaluation import EvalSet
+from rl_tpu.registry import one_line
 from rl_tpu.rewards import find_reward
 from weight_sync import WeightSyncError
 from weight_sync.transport import find_transport
@@ -96,9 +97,13 @@ def _model_directory(model: ModelConfig) -> Path:
 
 
 def _check_context(config: RunConfig, model_dir: Path) -> None:
-    limit = json.loads((model_dir / "config.json").read_text()).get("max_position_embeddings")
+    path = model_dir / "config.json"
+    try:
+        limit = json.loads(path.read_text()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"model.path: {path} cannot be read: {one_line(error)}") from None
     if limit is not None and config.rollout.context_tokens > limit:
         raise UserError(
             f"rollout.context_tokens {config.rollout.context_tokens} exceed the model's max_position_embeddings {limit}"
-            f" ({model_dir / 'config.json'})"
+            f" ({path})"
         )
