@@ -8,13 +8,18 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+from rl_tpu import __version__
+
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def package_versions() -> dict[str, str]:
     """Versions of Python, rl_tpu (with the commit, if this is a checkout) and every installed package it asks for."""
-    names = {re.match(r"[\w.-]+", line).group() for line in metadata.requires("rl_tpu") or []}
-    versions = {"python": platform.python_version(), "rl_tpu": metadata.version("rl_tpu")}
+    versions = {"python": platform.python_version(), "rl_tpu": __version__}
+    try:
+        names = {re.match(r"[\w.-]+", line).group() for line in metadata.requires("rl_tpu") or []}
+    except metadata.PackageNotFoundError:  # a checkout that was never installed
+        names = set()
     if commit := _git_commit():
         versions["rl_tpu"] += f" ({commit})"
     for name in sorted(names):
