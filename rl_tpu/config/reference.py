@@ -15,7 +15,8 @@ HEADER = """# Configuration reference
 
 Generated from `rl_tpu/config/schema.py` by `make docs`. Every key can be set on the command line
 (`python -m rl_tpu.train +experiment=quickstart rollout.temperature=0.8`) or in a file of a group under `configs/`.
-Keys inside free dictionaries (`options`, `sets`, `server_options`) are added with a plus: `+reward.options.format=boxed`.
+Keys inside free dictionaries (`options`, `sets`, `server_options`) are added with a plus:
+`+reward.options.answer_format=boxed`.
 """
 
 
