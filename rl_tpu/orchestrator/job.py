@@ -151,7 +151,7 @@ async def _run(
             run = _assemble(config, inputs, trainer, fleet, rewards, tracker, interrupt, directory)
             if state:
                 run.step = run.saved_step = step
-                run.evaluations = state["evaluations"]
+                run.evaluated_step = state.get("evaluated_step", -1)
                 run.collector.restore(state["collector"])
             stack.push_async_callback(run.collector.close)
             await train(run)

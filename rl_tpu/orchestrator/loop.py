@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ class Run:
     step: int = 0
     saved_step: int = 0
     """Step of the newest checkpoint; 0 is the model the run started from."""
-    evaluations: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """Metrics of every evaluation set: ``before`` the first step and ``after`` the newest one evaluated."""
+    evaluated_step: int = -1
+    """Step after which the newest evaluation was made."""
 
 
 async def train(run: Run) -> None:
@@ -60,7 +60,7 @@ async def train(run: Run) -> None:
     try:
         await synchronise(run)
         if run.step == 0:
-            await run.interrupt.guard(evaluation(run, "before"))
+            await run.interrupt.guard(evaluation(run))
         run.collector.advance(run.step)
 
         while run.step < config.trainer.steps:
@@ -69,7 +69,8 @@ async def train(run: Run) -> None:
                     groups = await run.interrupt.guard(run.collector.batch(run.step))
                 metrics = rollout_metrics(groups, run.step) | {"rollout/dropped_groups": float(run.collector.dropped)}
                 metrics |= shape_rewards(groups, config)
-                position = None  # an update that breaks off leaves a policy that belongs to no step
+                if config.algorithm.minibatches > 1:
+                    position = None  # a policy that breaks off between two minibatches belongs to no step
                 with timer("train"):
                     metrics |= await run.trainer.update(minibatches(groups, config))
                 run.step += 1
@@ -82,10 +83,12 @@ async def train(run: Run) -> None:
 
             last = run.step == config.trainer.steps
             if last or due(run.step, config.evaluation.every_steps):
-                await run.interrupt.guard(evaluation(run, "after"))
+                await run.interrupt.guard(evaluation(run))
             if last or due(run.step, config.trainer.checkpoint.every_steps):
                 await save(run, position)
             run.interrupt.check()
+        if run.evaluated_step < run.step:  # resumed after an interruption of the last evaluation
+            await run.interrupt.guard(evaluation(run))
     except Exception:
         if position is not None and run.step > run.saved_step:
             await save_what_was_paid_for(run, position)
@@ -101,14 +104,14 @@ async def synchronise(run: Run) -> dict[str, float]:
     return metrics
 
 
-async def evaluation(run: Run, moment: str) -> None:
-    """Score every evaluation set and record the result as ``before`` or ``after``."""
+async def evaluation(run: Run) -> None:
+    """Score every evaluation set under the present policy and record the results."""
     if not run.eval_sets:
         return
     with run.tracker.timer("evaluate"):
         results = await evaluate(run.eval_sets, run.config, run.environment, run.fleet.generate, run.rewards)
-    run.evaluations[moment] = {name: result.metrics for name, result in results.items()}
-    run.tracker.evaluation(run.step, run.step, run.evaluations[moment])
+    run.tracker.evaluation(run.step, run.step, {name: result.metrics for name, result in results.items()})
+    run.evaluated_step = run.step
 
 
 async def answer(run: Run, prompt: Prompt) -> Group:
@@ -162,7 +165,7 @@ def due(step: int, every: int) -> bool:
 
 async def save(run: Run, position: dict[str, Any]) -> Path:
     """Write a checkpoint. ``position`` is the collector's state right after the last update."""
-    state = {"collector": position, "evaluations": run.evaluations}
+    state = {"collector": position, "evaluated_step": run.evaluated_step}
     with run.tracker.timer("checkpoint"):
         path = await run.checkpoints.save(run.step, state, run.trainer.save)
     run.saved_step = run.step
