@@ -85,14 +85,17 @@ def check_command_line(arguments: Sequence[str]) -> None:
     Raises:
         UserError: unknown key (the nearest one is named), unknown config file, value out of range.
     """
+    if "--hydra-help" in arguments or "--version" in arguments:
+        return
     overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
     directories = _option(arguments, "--config-dir", "-cd")
+    values = directories + _option(arguments, "--cfg", "-c", "--info", "-i", "--package", "-p")
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise UserError(f"command line: {_first_line(error)}") from None
     for argument in arguments:
-        if "=" not in argument and not argument.startswith("-") and argument not in directories:
+        if "=" not in argument and not argument.startswith("-") and argument not in values:
             raise UserError(f"command line: {argument!r} is neither KEY=VALUE nor an option")
     for override in parsed:
         _check_key(override)

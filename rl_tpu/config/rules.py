@@ -9,7 +9,7 @@ from rl_tpu.config.schema import PromptSourceConfig, RunConfig
 
 def broken_rules(config: RunConfig) -> list[str]:
     """Everything in `config` that cannot work together; empty if all is well."""
-    return [*_batches(config), *_lengths(config), *_chips(config), *_sources(config), *_checks(config)]
+    return [*_batches(config), *_lengths(config), *_chips(config), *_sources(config), *_sync(config)]
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
@@ -79,7 +79,12 @@ def _chips(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _checks(config: RunConfig) -> Iterator[str]:
+def _sync(config: RunConfig) -> Iterator[str]:
+    if config.weight_sync.transport == "shared_memory" and config.cluster.hosts > 1:
+        yield (
+            "weight_sync.transport=shared_memory reaches engines on the trainer's own host only, cluster.hosts is"
+            f" {config.cluster.hosts}"
+        )
     if config.weight_sync.check_engine_weights and config.rollout.tensor_parallel > 1:
         yield (
             "weight_sync.check_engine_weights compares whole tensors: it needs rollout.tensor_parallel 1, not"

@@ -67,7 +67,9 @@ class Collector:
             if not self._in_flight:
                 self._fill_with_uniform()
                 break
-            self._take(await self._finished.get())
+            task = await self._finished.get()
+            if task in self._in_flight:  # else `state` has taken it
+                self._take(task)
             self._draw()
         batch, self._ready = self._ready[: self._per_step], self._ready[self._per_step :]
         self._consumed += len(batch)
@@ -82,6 +84,9 @@ class Collector:
 
     def state(self) -> dict[str, Any]:
         """Everything needed to go on: position in the prompts, finished groups, prompts in flight."""
+        for task in [task for task in self._in_flight if task.done() and not task.cancelled()]:
+            if task.exception() is None:
+                self._take(task)
         in_flight = sorted(((index, prompt) for index, prompt, _ in self._in_flight.values()), key=lambda item: item[0])
         return {
             "stream": self._stream.state_dict(),

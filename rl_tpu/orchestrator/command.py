@@ -38,8 +38,24 @@ def _configuration(composed: DictConfig) -> RunConfig:
     return config
 
 
+USAGE = """usage: python -m rl_tpu.train [-m] +experiment=NAME [KEY=VALUE ...]
+
+  +experiment=NAME      one of: {experiments}
+  KEY=VALUE             any setting of docs/configuration.md, checked before anything starts
+  -m KEY=A,B            a sweep: one run per value
+  dry_run=true          print placement, batch arithmetic and files, start nothing
+  resume=auto           continue the newest whole checkpoint
+  --config-dir DIR      also look for experiments and groups in DIR
+  --cfg job             print the composed configuration (and Hydra's other options: --hydra-help)
+"""
+
+
 def train() -> None:
     """Exit codes: 0 done, 1 a part of the run failed, 2 bad input, 128 + signal when interrupted."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        names = sorted(file.stem for file in resource("configs/experiment").glob("*.yaml"))
+        print(USAGE.format(experiments=", ".join(names)), end="")
+        return
     # Hydra's parser takes -m in front of the overrides only.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Awaitable
 from typing import NoReturn, TypeVar
 
@@ -63,6 +64,10 @@ class Interrupt:
             os._exit(128 + number)
         self._signal = number
         self._asked.set()
+        print(
+            f"{signal.Signals(number).name}: stopping at the next safe point; once more to stop at once",
+            file=sys.stderr,
+        )
 
 
 def _interrupted(number: int, _: object) -> NoReturn:

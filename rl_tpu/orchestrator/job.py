@@ -8,10 +8,12 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.data import PromptStream
@@ -45,11 +47,11 @@ def run_job(config: RunConfig) -> None:
         describe(config, directory.path)
         return
     interrupt_by_sigterm()
-    state = load_state(checkpoint) if checkpoint else None
+    inputs = read_inputs(config)
+    state = load_state(checkpoint, inputs.train.prompts) if checkpoint else None
     if state:
         check_pacing(config, state)
-    inputs = read_inputs(config)
-    with Placement(config) as placement:
+    with only_writer(directory), Placement(config) as placement:
         asyncio.run(_run(config, inputs, placement, directory, checkpoint, state))
 
 
@@ -100,6 +102,19 @@ def choose_directory(config: RunConfig) -> tuple[RunDirectory, Path | None]:
             f"run_dir {directory.path} already holds a run: continue it with resume=auto or choose another run_dir"
         )
     return directory, None
+
+
+@contextmanager
+def only_writer(directory: RunDirectory) -> Iterator[None]:
+    """Hold the run directory. Raises UserError while another process does."""
+    directory.create()
+    lock = FileLock(directory.path / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"another process is writing into run_dir {directory.path}: wait for it or stop it") from None
+    with lock:
+        yield
 
 
 def check_pacing(config: RunConfig, state: dict[str, Any]) -> None:

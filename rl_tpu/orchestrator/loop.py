@@ -64,22 +64,26 @@ async def train(run: Run) -> None:
         run.collector.advance(run.step)
 
         while run.step < config.trainer.steps:
-            with timer("step"):
-                with timer("generate"):
-                    groups = await run.interrupt.guard(run.collector.batch(run.step))
-                metrics = rollout_metrics(groups, run.step) | {"rollout/dropped_groups": float(run.collector.dropped)}
-                metrics |= shape_rewards(groups, config)
-                if config.algorithm.minibatches > 1:
-                    position = None  # a policy that breaks off between two minibatches belongs to no step
-                with timer("train"):
-                    metrics |= await run.trainer.update(minibatches(groups, config))
-                run.step += 1
-                position = run.collector.state()
-                with timer("sync"):
-                    metrics |= await synchronise(run)
-                run.collector.advance(run.step)
-            run.tracker.samples(run.step - 1, groups)
-            run.tracker.log(run.step - 1, metrics)
+            step = run.step
+            try:
+                with timer("step"):
+                    with timer("generate"):
+                        groups = await run.interrupt.guard(run.collector.batch(step))
+                    metrics = batch_metrics(run, groups)
+                    metrics |= shape_rewards(groups, config)
+                    if config.algorithm.minibatches > 1:
+                        position = None  # a policy that breaks off between two minibatches belongs to no step
+                    with timer("train"):
+                        metrics |= await run.trainer.update(minibatches(groups, config))
+                    run.step += 1
+                    position = run.collector.state()
+                    with timer("sync"):
+                        metrics |= await synchronise(run)
+                    run.collector.advance(run.step)
+            finally:
+                if run.step > step:  # it was learnt from and will be saved, whether or not the engines took it
+                    run.tracker.samples(step, groups)
+                    run.tracker.log(step, metrics)
 
             last = run.step == config.trainer.steps
             if last or due(run.step, config.evaluation.every_steps):
@@ -121,6 +125,17 @@ async def answer(run: Run, prompt: Prompt) -> Group:
     samples = await run.environment.run(prompt, rollout.samples_per_prompt, params, run.fleet.generate)
     await run.rewards.score(prompt, samples)
     return Group(-1, prompt, samples)
+
+
+def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
+    """What the policy wrote and how it was scored."""
+    stats = run.rewards.take_stats()
+    return rollout_metrics(groups, run.step) | {
+        "rollout/dropped_groups": float(run.collector.dropped),
+        "reward/timeouts": float(stats.timeouts),
+        "reward/crashes": float(stats.crashes),
+        "reward/seconds_mean": stats.mean_seconds,
+    }
 
 
 def shape_rewards(groups: list[Group], config: RunConfig) -> dict[str, float]:

@@ -135,14 +135,16 @@ class Placement:
     def _reserve(self) -> None:
         cluster = self.config.cluster
         bundles = [bundle(slot, cluster) for slot in self.slots]
-        there = ray.cluster_resources()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         for resource in sorted({name for b in bundles for name in b}):
             wanted = sum(b.get(resource, 0.0) for b in bundles)
-            if wanted > there.get(resource, 0.0):
+            each = [node.get(resource, 0.0) for node in nodes]
+            there = max(each, default=0.0) if cluster.hosts == 1 else sum(each)
+            if wanted > there:
                 raise UserError(
                     f"the run needs {wanted:g} {resource} (cluster.trainer_chips {cluster.trainer_chips} + rollout_chips"
                     f" {cluster.rollout_chips}, cpus_per_chip {cluster.cpus_per_chip:g}), this machine has"
-                    f" {there.get(resource, 0.0):g}: lower them or take a larger machine"
+                    f" {there:g}: lower them or take a larger machine"
                 )
         self._group = placement_group(bundles, strategy="STRICT_PACK" if cluster.hosts == 1 else "PACK")
         if not self._group.wait(cluster.start_timeout_s):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Checkpoints:
         partial.mkdir(parents=True)
         await save_trainer(partial / "trainer")
         with open(partial / "state.json", "w") as file:
-            json.dump({"format": FORMAT, "step": step, **_encode(state)}, file)
+            json.dump({"format": FORMAT, "step": step, **encode_state(state)}, file)
             file.flush()
             os.fsync(file.fileno())
         shutil.rmtree(target, ignore_errors=True)
@@ -57,40 +57,48 @@ class Checkpoints:
         return next(reversed(self.whole()), None)
 
 
-def load_state(checkpoint: Path) -> dict[str, Any]:
-    """The driver's part of a checkpoint.
+def load_state(checkpoint: Path, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """The driver's part of a checkpoint; ``prompts`` are the run's, which a checkpoint names by id.
 
     Raises:
-        UserError: not a checkpoint of this program, or unreadable.
+        UserError: not a checkpoint of this program, unreadable, or of other prompts.
     """
     try:
         values = json.loads((checkpoint / "state.json").read_text())
         if values["format"] != FORMAT:
             raise UserError(f"{checkpoint}: checkpoint format {values['format']}, this program reads {FORMAT}")
-        return _decode(values)
+        return decode_state(values, prompts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{checkpoint} is not a whole checkpoint ({type(error).__name__}: {error})") from None
 
 
-def _encode(state: dict[str, Any]) -> dict[str, Any]:
+def encode_state(state: dict[str, Any]) -> dict[str, Any]:
+    """As JSON: a prompt by its id, since its answer and metadata may be anything."""
     collector = dict(state["collector"])
-    collector["ready"] = [asdict(group) for group in collector["ready"]]
-    collector["in_flight"] = [[index, asdict(prompt)] for index, prompt in collector["in_flight"]]
+    collector["ready"] = [
+        {"index": group.index, "prompt": group.prompt.id, "samples": [asdict(sample) for sample in group.samples]}
+        for group in collector["ready"]
+    ]
+    collector["in_flight"] = [[index, prompt.id] for index, prompt in collector["in_flight"]]
     return {**state, "collector": collector}
 
 
-def _decode(values: dict[str, Any]) -> dict[str, Any]:
+def decode_state(values: dict[str, Any], prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """The inverse of `encode_state`."""
+    known = {prompt.id: prompt for prompt in prompts}
+
+    def find(name: str) -> Prompt:
+        if name not in known:
+            raise UserError(f"resume: the checkpoint holds prompt {name!r}, which is not among this run's prompts")
+        return known[name]
+
     collector = values["collector"]
     collector["ready"] = [
-        Group(g["index"], _prompt(g["prompt"]), [_sample(sample) for sample in g["samples"]])
-        for g in collector["ready"]
+        Group(group["index"], find(group["prompt"]), [_sample(sample) for sample in group["samples"]])
+        for group in collector["ready"]
     ]
-    collector["in_flight"] = [(index, _prompt(prompt)) for index, prompt in collector["in_flight"]]
+    collector["in_flight"] = [(index, find(name)) for index, name in collector["in_flight"]]
     return values
-
-
-def _prompt(values: dict[str, Any]) -> Prompt:
-    return Prompt(**{**values, "ids": tuple(values["ids"]), "messages": tuple(values["messages"])})
 
 
 def _sample(values: dict[str, Any]) -> Sample:

@@ -18,5 +18,5 @@ class SweepSummary(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         directory = Path(config.hydra.sweep.dir)
         runs = sorted(path for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
-        if runs:
+        if runs and not config.dry_run:
             Console(highlight=False).print(sweep_summary(runs, directory / "sweep_summary.json"))

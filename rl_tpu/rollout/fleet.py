@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rl_tpu.config.schema import RunConfig
-from rl_tpu.errors import RunError, UserError
+from rl_tpu.errors import RunError
 from rl_tpu.rollout.checksums import differing, expected_checksums
 from rl_tpu.rollout.engine import Engine, EngineLostError, WeightUpdate
 from rl_tpu.rollout.sglang import SGLangEngine
@@ -51,11 +51,6 @@ class Fleet:
 
         Raises UserError or RunError of the first engine that did not start; then none is left running.
         """
-        if config.weight_sync.check_engine_weights and config.rollout.tensor_parallel > 1:
-            raise UserError(
-                "weight_sync.check_engine_weights compares whole tensors: it needs rollout.tensor_parallel 1, not"
-                f" {config.rollout.tensor_parallel}"
-            )
         tasks = [
             asyncio.create_task(
                 SGLangEngine.start(
@@ -86,7 +81,10 @@ class Fleet:
             engine = self._least_busy()
             self._load[engine.name] += cost
             try:
-                return await engine.generate(prompt_ids, params, n)
+                completions = await engine.generate(prompt_ids, params, n)
+                if any(completion.finish_reason == "abort" for completion in completions):
+                    raise RunError(f"{engine.name} aborted an answer, which is no sample of the policy")
+                return completions
             except EngineLostError as error:
                 self._lose(engine, str(error))
             except RunError as error:

@@ -10,7 +10,7 @@ from rl_tpu.config.compose import load_config
 from rl_tpu.data import PromptStream
 from rl_tpu.errors import RunError
 from rl_tpu.orchestrator.collector import Collector
-from rl_tpu.orchestrator.state import _decode, _encode
+from rl_tpu.orchestrator.state import decode_state, encode_state
 from rl_tpu.types import Group, Prompt, Sample, VersionSpan
 
 PROMPTS = [Prompt(id=str(i), ids=(i,), answer=str(i)) for i in range(50)]
@@ -114,10 +114,10 @@ def test_a_restored_collector_answers_every_prompt_the_uninterrupted_one_does():
         engine = Engine(seed=1)
         first = Collector(settings, PromptStream(PROMPTS, seed=5), engine.answer)
         batches = await run(first, engine, 3)
-        saved = json.loads(json.dumps(_encode({"collector": first.state()})))
+        saved = json.loads(json.dumps(encode_state({"collector": first.state()})))
         await first.close()
         second = Collector(settings, PromptStream(PROMPTS, seed=5), engine.answer)
-        second.restore(_decode(saved)["collector"])
+        second.restore(decode_state(saved, PROMPTS)["collector"])
         return batches + await run(second, engine, 3, start=3)
 
     async def whole():

@@ -25,7 +25,13 @@ def test_the_published_experiment_has_an_engine_on_each_rollout_chip():
 
 
 def test_the_trainer_may_span_hosts_and_an_engine_may_not():
-    hosts = ["cluster.hosts=2", "cluster.chips_per_host=4", "cluster.trainer_chips=5", "cluster.rollout_chips=2"]
+    hosts = [
+        "weight_sync.transport=tests:other",
+        "cluster.hosts=2",
+        "cluster.chips_per_host=4",
+        "cluster.trainer_chips=5",
+        "cluster.rollout_chips=2",
+    ]
     config = load_config(["+experiment=quickstart", *hosts, "rollout.engines=2", "rollout.prompts_per_step=20"])
     slots = plan(config)
     assert [(slot.role, slot.host, slot.chips) for slot in slots] == [
@@ -37,7 +43,7 @@ def test_the_trainer_may_span_hosts_and_an_engine_may_not():
     split = ["cluster.trainer_chips=3", "rollout.engines=1", "rollout.tensor_parallel=2", "rollout.prompts_per_step=15"]
     split += ["weight_sync.check_engine_weights=false"]
     with pytest.raises(UserError, match="two hosts"):
-        plan(load_config(["+experiment=quickstart", *hosts[:2], *split, "cluster.rollout_chips=2"]))
+        plan(load_config(["+experiment=quickstart", *hosts[:3], *split, "cluster.rollout_chips=2"]))
 
 
 def test_more_chips_than_the_machine_has_fails_at_once_with_the_numbers():
