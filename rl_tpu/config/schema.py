@@ -239,8 +239,8 @@ class WeightSyncConfig(Section):
 class ClusterConfig(Section):
     """The machine: chips per host and who gets them. On a CPU a chip is a share of the cores."""
 
-    device: Literal["cpu", "cuda", "tpu"]
-    """Kind of accelerator; cpu runs the same parts, smaller."""
+    device: str
+    """Kind of accelerator, by its name in rl_tpu/devices: cpu (the same parts, smaller), cuda or tpu."""
     generation: str = ""
     """Chip generation, for example v7x."""
     hosts: Positive = 1

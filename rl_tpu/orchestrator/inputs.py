@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_tpu.config.compose import find_file
 from rl_tpu.config.schema import ModelConfig, PromptSourceConfig, RunConfig
 from rl_tpu.data import PromptSet, check_source, load_prompts, load_tokenizer
+from rl_tpu.devices import get_device
 from rl_tpu.environments import find_environment
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.evaluation import EvalSet
@@ -51,11 +52,12 @@ def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
 
 
 def check_names(config: RunConfig) -> None:
-    """Rewards, environments, tasks and transports must exist and take their options. Reads no file, loads no model.
+    """Devices, rewards, environments, tasks and transports must exist and take their options. Reads no file, loads no model.
 
     Raises:
         UserError: one does not; the known names are listed.
     """
+    get_device(config.cluster.device)
     find_reward(config.reward.name, config.reward.options)
     find_environment(config.environment)
     check_source(config.data.train)

@@ -6,7 +6,8 @@ import json
 import pytest
 import ray
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_qwen3 import tiny_config
+from transformers import Qwen3ForCausalLM
 
 from rl_tpu.config.schema import EnvironmentConfig, RunConfig
 from rl_tpu.environments import make_environment
@@ -18,18 +19,8 @@ from rl_tpu.types import Prompt, SamplingParams
 def model_dir(tmp_path_factory, byte_tokenizer):
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(byte_tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        eos_token_id=byte_tokenizer.eos_token_id,
-        initializer_range=0.1,
-    )
+    more = {"eos_token_id": byte_tokenizer.eos_token_id, "max_position_embeddings": 512, "initializer_range": 0.1}
+    config = tiny_config(len(byte_tokenizer), False, **more)
     model = Qwen3ForCausalLM(config).to(torch.float32)
     with torch.no_grad():  # a random policy that likes to end its turn
         model.lm_head.weight[byte_tokenizer.eos_token_id] *= 2

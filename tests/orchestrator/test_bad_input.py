@@ -101,6 +101,7 @@ def test_names(start):
     one_line(start("reward.name=mth"), "mth", "math")
     one_line(start("environment.name=singleturn"), "singleturn", "single_turn")
     one_line(start("data.train.task=chain_sums"), "chain_sums", "chain_sum")
+    one_line(start("cluster.device=gpu"), "gpu", "cpu, cuda, tpu")
     one_line(start("weight_sync.transport=carrier_pigeon"), "carrier_pigeon", "shared_memory")
 
 

@@ -43,13 +43,6 @@ def test_a_directory_without_a_model(run, tmp_path):
         start(run, tmp_path / "nowhere", tmp_path)
 
 
-def test_checksums_of_a_split_model_are_refused_at_once(run, model_dirs, tmp_path):
-    sync = {"check_engine_weights": True}
-    config = make_config(model_dirs["tied"], rollout={"tensor_parallel": 2}, weight_sync=sync)
-    with pytest.raises(UserError, match=r"needs rollout.tensor_parallel 1, not 2"):
-        run(Fleet.start(config, model_dirs["tied"], tmp_path, [{}]))
-
-
 def test_an_argument_that_sglang_does_not_know(local_ray, run, model_dirs, tmp_path):
     with pytest.raises(UserError) as error:
         start(run, model_dirs["tied"], tmp_path, server_options={"pagesize": 3})

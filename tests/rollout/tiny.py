@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_qwen3 import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from rl_tpu.config.schema import RunConfig
 
@@ -27,21 +28,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(path: Path, seed: int, tied: bool) -> None:
     """Write a float32 model whose weights are wide enough for distributions far from uniform."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=tied,
-        eos_token_id=END,
-        pad_token_id=0,
-        bos_token_id=None,
-        initializer_range=0.15,
-    )
+    more = {"eos_token_id": END, "pad_token_id": 0, "bos_token_id": None, "initializer_range": 0.15}
+    config = tiny_config(VOCABULARY, tied, max_position_embeddings=2048, **more)
     Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_qwen3 import tiny_config
+from transformers import Qwen3ForCausalLM
 
 from rl_tpu.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from rl_tpu.trainer.step import PolicyTrainer
@@ -21,18 +22,7 @@ VOCABULARY = 257  # odd: two ranks hold unequal shares of the embedding
 def tiny_qwen3(tied: bool) -> Qwen3ForCausalLM:
     """Two layers, with weights and norms far enough from their initial values that a mistake shows."""
     torch.manual_seed(tied)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        attn_implementation="eager",
-    )
+    config = tiny_config(VOCABULARY, tied, max_position_embeddings=512, attn_implementation="eager")
     model = Qwen3ForCausalLM(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
