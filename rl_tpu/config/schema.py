@@ -227,7 +227,7 @@ class WeightSyncConfig(Section):
     """Carrying every new policy to the engines."""
 
     transport: str = "shared_memory"
-    """Registered name of a transport."""
+    """Registered name of a transport, or an import path `package.module:ATTRIBUTE`."""
     verify: bool = True
     """Engines check xxh3-128 of every tensor before they load it."""
     check_engine_weights: bool = False
@@ -258,7 +258,7 @@ class ClusterConfig(Section):
     address: str | None = None
     """Ray cluster to join (`auto` for a running one); null joins RAY_ADDRESS if set, else starts Ray on this machine."""
     start_timeout_s: Seconds = 120.0
-    """Deadline for Ray to start and for the placement groups to be ready."""
+    """Deadline for Ray to reserve the chips."""
 
 
 class EvalSetConfig(Section):

@@ -59,15 +59,6 @@ class Device(ABC):
             resources[self.chip_resource] = chips
         return resources
 
-    def ray_options(self, chips: float, cpus_per_chip: float) -> dict[str, Any]:
-        """The same request as keyword arguments of Ray's `.options()`."""
-        resources = self.ray_resources(chips, cpus_per_chip)
-        return {
-            "num_cpus": resources.pop("CPU"),
-            "num_gpus": resources.pop("GPU", 0),
-            "resources": resources or None,
-        }
-
     def rank_environment(
         self,
         *,

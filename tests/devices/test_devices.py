@@ -61,8 +61,6 @@ def test_tpu_ranks_that_fill_no_whole_chips_are_refused():
 def test_resources_name_the_chip_only_where_there_is_one():
     assert get_device("cpu").ray_resources(2, 0.5) == {"CPU": 1.0}
     assert get_device("tpu").ray_resources(2, 4) == {"CPU": 8, "TPU": 2}
-    assert get_device("tpu").ray_options(0.5, 4) == {"num_cpus": 2.0, "num_gpus": 0, "resources": {"TPU": 0.5}}
-    assert get_device("cuda").ray_options(1, 4) == {"num_cpus": 4, "num_gpus": 1, "resources": None}
 
 
 def test_an_engine_gets_one_group_of_cores_per_share():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,13 +48,16 @@ class Job:
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output
 
-    def wait_for_steps(self, run_dir: Path, steps: int, timeout_s: float = 180) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
-        while rows(run_dir) < steps:
+        while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
-                pytest.fail(f"no step {steps} in {run_dir}:\n{self.process.communicate()[0]}")
-            time.sleep(0.2)
+                pytest.fail(f"the job did not come that far:\n{self.process.communicate()[0]}")
+            time.sleep(0.1)
+
+    def wait_for_steps(self, run_dir: Path, steps: int) -> None:
+        self.wait_for(lambda: rows(run_dir) >= steps)
 
     def interrupt(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

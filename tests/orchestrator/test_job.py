@@ -58,8 +58,7 @@ def test_an_interrupted_run_continues_with_the_next_step(start_job, tmp_path, nu
 def test_interrupted_while_starting(start_job, tmp_path):
     run_dir = tmp_path / "run"
     job = start_job(f"run_dir={run_dir}")
-    while not (run_dir / "logs").exists() and job.process.poll() is None:
-        pass
+    job.wait_for(lambda: (run_dir / "config.yaml").exists())
     job.interrupt(signal.SIGINT)
     code, output = job.finish(60)
     assert (code, "interrupted" in output, "Traceback" in output) == (130, True, False), output
@@ -89,8 +88,9 @@ def test_an_engine_that_does_not_start_ends_the_run(start_job, tmp_path):
 def test_two_ranks_and_two_engines(start_job, tmp_path):
     run_dir = tmp_path / "run"
     shape = ["cluster.chips_per_host=4", "cluster.trainer_chips=2", "cluster.rollout_chips=2", "rollout.engines=2"]
-    job = start_job(f"run_dir={run_dir}", "cluster.cpus_per_chip=0.25", *shape)
+    job = start_job(f"run_dir={run_dir}", "cluster.cpus_per_chip=0.25", "tracking.wandb.mode=offline", *shape)
     code, output = job.finish()
     assert code == 0, output
+    assert list((run_dir / "wandb").glob("**/*.wandb"))
     assert all(row["sync/checked_engines"] == 2 for row in read_rows(run_dir))
     assert job.left_behind() == []
