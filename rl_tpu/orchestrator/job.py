@@ -24,7 +24,7 @@ from rl_tpu.orchestrator.dry_run import describe
 from rl_tpu.orchestrator.inputs import Inputs, check_names, read_inputs
 from rl_tpu.orchestrator.interrupt import Interrupt, Interrupted, interrupt_by_sigterm
 from rl_tpu.orchestrator.loop import Run, answer, train
-from rl_tpu.orchestrator.placement import Placement
+from rl_tpu.orchestrator.placement import Placement, check_machine
 from rl_tpu.orchestrator.state import Checkpoints, load_state
 from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
@@ -46,6 +46,7 @@ def run_job(config: RunConfig) -> None:
     if config.dry_run:
         describe(config, directory.path)
         return
+    check_machine(config)
     interrupt_by_sigterm()
     inputs = read_inputs(config)
     state = load_state(checkpoint, inputs.train.prompts) if checkpoint else None

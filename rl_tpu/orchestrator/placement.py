@@ -61,6 +61,27 @@ def bundle(slot: Slot, cluster: ClusterConfig) -> dict[str, float]:
     return get_device(cluster.device).ray_resources(chips, cluster.cpus_per_chip)
 
 
+def check_machine(config: RunConfig) -> None:
+    """Whether this machine has the cores, before anything is started. A cluster is asked when it is joined.
+
+    Raises:
+        UserError: it has not; with the numbers.
+    """
+    if config.cluster.address or os.environ.get("RAY_ADDRESS"):
+        return
+    wanted = sum(bundle(slot, config.cluster).get("CPU", 0.0) for slot in plan(config))
+    _require("CPU", wanted, len(os.sched_getaffinity(0)), config.cluster)
+
+
+def _require(resource: str, wanted: float, there: float, cluster: ClusterConfig) -> None:
+    if wanted > there:
+        raise UserError(
+            f"the run needs {wanted:g} {resource} (cluster.trainer_chips {cluster.trainer_chips} + rollout_chips"
+            f" {cluster.rollout_chips}, cpus_per_chip {cluster.cpus_per_chip:g}), this machine has {there:g}: lower them or"
+            " take a larger machine"
+        )
+
+
 class Placement:
     """A running (or joined) Ray with the reserved chips. Use as a context manager; leaving it gives everything back."""
 
@@ -140,12 +161,7 @@ class Placement:
             wanted = sum(b.get(resource, 0.0) for b in bundles)
             each = [node.get(resource, 0.0) for node in nodes]
             there = max(each, default=0.0) if cluster.hosts == 1 else sum(each)
-            if wanted > there:
-                raise UserError(
-                    f"the run needs {wanted:g} {resource} (cluster.trainer_chips {cluster.trainer_chips} + rollout_chips"
-                    f" {cluster.rollout_chips}, cpus_per_chip {cluster.cpus_per_chip:g}), this machine has"
-                    f" {there:g}: lower them or take a larger machine"
-                )
+            _require(resource, wanted, there, cluster)
         self._group = placement_group(bundles, strategy="STRICT_PACK" if cluster.hosts == 1 else "PACK")
         if not self._group.wait(cluster.start_timeout_s):
             free = ray.available_resources()

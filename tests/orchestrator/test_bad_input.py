@@ -113,3 +113,7 @@ def test_a_context_beyond_the_model(start):
     one_line(
         start("rollout.context_tokens=100000", "rollout.kv_cache_tokens=200000"), "100000", "max_position_embeddings"
     )
+
+
+def test_more_cores_than_the_machine_has(start):
+    one_line(start("cluster.cpus_per_chip=500"), "needs 1000 CPU", "trainer_chips 1 + rollout_chips 1")
