@@ -71,7 +71,7 @@ def before_after_table(comparison: Comparison, title: str = "Before and after") 
 def sweep_summary(run_directories: Iterable[Path], output: Path) -> Table:
     """Compare several runs and write what the table holds to ``output`` (sweep_summary.json).
 
-    A line per run: the settings in which the runs differ, status, final training reward, every evaluation metric before
+    A line per run: the settings in which the runs differ, status, final training reward, pass@1 of every evaluation set before
     and after, total hours. A run that left no readable summary.json is listed as such.
     """
     runs = [(path, *_read_run(RunDirectory(Path(path)))) for path in run_directories]
@@ -95,7 +95,8 @@ def sweep_summary(run_directories: Iterable[Path], output: Path) -> Table:
 def _sweep_table(entries: list[dict[str, Any]]) -> Table:
     settings = list(dict.fromkeys(name for entry in entries for name in entry["settings"]))
     evaluations = [item for entry in entries for item in entry["evaluation"].items()]
-    metrics = list(dict.fromkeys((set_name, metric) for set_name, values in evaluations for metric in values))
+    # One number per set keeps the table narrow enough to read; the file has them all.
+    metrics = list(dict.fromkeys((name, "pass@1") for name, values in evaluations if "pass@1" in values))
     table = Table("run", *settings, "status", title="Sweep", title_justify="left")
     for heading in ("reward", *(f"{set_name} {metric}" for set_name, metric in metrics), "hours"):
         table.add_column(heading, justify="right")
