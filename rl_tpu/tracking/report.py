@@ -71,8 +71,8 @@ def before_after_table(comparison: Comparison, title: str = "Before and after") 
 def sweep_summary(run_directories: Iterable[Path], output: Path) -> Table:
     """Compare several runs and write what the table holds to ``output`` (sweep_summary.json).
 
-    A line per run: the settings in which the runs differ, status, final training reward, pass@1 of every evaluation set before
-    and after, total hours. A run that left no readable summary.json is listed as such.
+    A line per run: the settings in which the runs differ, status, final training reward, pass@1 of every evaluation set
+    before and after, total hours. A run that left no readable summary.json is listed as such.
     """
     runs = [(path, *_read_run(RunDirectory(Path(path)))) for path in run_directories]
     varied = _differing_settings([config for _, config, _ in runs])
