@@ -46,8 +46,10 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
 
 def test_groups_and_prompts_come_back_as_they_were(tmp_path):
     save(Checkpoints(tmp_path, keep=1), 5)
-    state = load_state(tmp_path / "step-000005")
+    state = load_state(tmp_path / "step-000005", [GROUP.prompt])
     assert state["collector"] == collector_state()
+    with pytest.raises(UserError, match="prompt 'p', which is not among"):
+        load_state(tmp_path / "step-000005", [Prompt("q", (1,), "2")])
 
 
 @pytest.mark.parametrize(

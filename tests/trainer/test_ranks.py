@@ -35,6 +35,7 @@ def run_ranks(ranks: int, arguments: list[Path], logs: Path) -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(PROGRAM.parents[1]),  # tiny_qwen3.py
         }
         log = (logs / f"rank-{rank}.log").open("w")
         command = [sys.executable, str(PROGRAM), *map(str, arguments)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from pathlib import Path
@@ -368,7 +367,7 @@ def test_handle_of_a_removed_run_is_stale(run_id):
 
 
 def test_a_receiver_drops_the_mappings_of_removed_segments(run_id):
-    gc.collect()  # receivers that earlier tests let go
+    before = sp.footprint({})["mappings"]  # what other tests of this process still hold
     receiver = open_receiver("shared_memory")
     for _ in range(4):
         sender = open_sender("shared_memory", run_id=run_id)
@@ -377,9 +376,9 @@ def test_a_receiver_drops_the_mappings_of_removed_segments(run_id):
             receiver.receive(handle).check()
         sender.close()
         del sender
-    assert sp.footprint({})["mappings"] <= 2
+    assert sp.footprint({})["mappings"] <= before + 2
     receiver.close()
-    assert sp.footprint({})["mappings"] == 0
+    assert sp.footprint({})["mappings"] <= before
 
 
 def test_tensors_outlive_their_receiver_and_sender(run_id):
