@@ -10,6 +10,7 @@ from rl_tpu.algorithms.pass_at_k import pass_at_k
 from rl_tpu.config.schema import EvalSetConfig, RunConfig
 from rl_tpu.environments import Environment, Generate
 from rl_tpu.rewards import RewardService
+from rl_tpu.tracking.rollout_metrics import SOLVED
 from rl_tpu.types import Group, Prompt, SamplingParams
 
 
@@ -40,7 +41,7 @@ async def evaluate(
 ) -> dict[str, EvalResult]:
     """Answer and score every prompt of every set; results by set name.
 
-    A sample counts as solved when its reward is 1 or more. Requests in flight are bounded by what the engines decode at once.
+    A sample counts as solved from `SOLVED` on. Requests in flight are bounded by what the engines decode at once.
     """
     gate = asyncio.Semaphore(max(1, config.rollout.engines * config.rollout.max_running_requests))
 
@@ -75,7 +76,7 @@ def evaluation_metrics(groups: list[Group]) -> dict[str, float]:
     metrics = {"reward_mean": sum(sample.reward for sample in samples) / len(samples)}
     k = 1
     while k <= n:
-        estimates = [pass_at_k(len(g.samples), sum(s.reward >= 1.0 for s in g.samples), k) for g in groups]
+        estimates = [pass_at_k(len(g.samples), sum(s.reward >= SOLVED for s in g.samples), k) for g in groups]
         metrics[f"pass@{k}"] = sum(estimates) / len(estimates)
         k *= 2
     metrics["response_tokens_mean"] = sum(len(sample.response_ids) for sample in samples) / len(samples)
