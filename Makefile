@@ -14,7 +14,7 @@ setup: $(READY)  ## the environment both commands share
 $(READY): requirements/cpu.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation setuptools wheel
+	$(BIN)/python -m pip install --quiet --no-deps $$(grep -oE '^(setuptools|wheel|packaging)==[^ ]+' requirements/cpu.txt)
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/cpu.txt
 	$(BIN)/python -c 'import torch, sys; sys.exit(torch.version.cuda and "torch %s is a CUDA build; install the CPU build of the version in requirements/cpu.txt into $(VENV)" % torch.__version__)'
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
