@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weight_sync.errors import CoverageError, WeightSyncError
 from weight_sync.hashing import hash_entries
 from weight_sync.manifest import Manifest, TensorEntry
-from weight_sync.transport import Shard
+from weight_sync.shard import Shard
 
 Result = TypeVar("Result")
 

@@ -22,7 +22,8 @@ from weight_sync.manifest import Manifest
 from weight_sync.receiver import view_tensors, wrong_tensors
 from weight_sync.segments import DIRECTORY, PAGE_BYTES, Segment, SegmentName, require_run_id, require_space
 from weight_sync.sender import Layout, Ranks, Region, hash_together, make_layout
-from weight_sync.transport import Handle, Received, Receiver, Sender, Shard, Transport
+from weight_sync.shard import Shard
+from weight_sync.transport import Handle, Received, Receiver, Sender, Transport
 
 HASH_DIGITS = 32
 MANIFEST_SLACK_BYTES = 64
@@ -61,7 +62,7 @@ class SharedMemorySender(Sender):
         self._sequence = 0
         self._next_slot = 0
 
-    def publish(self, version: int, shards: Iterable[Shard]) -> Handle:
+    def publish(self, version: int, shards: Iterable[Shard], whole: bool = False) -> Handle:
         start = time.perf_counter()
         self._sequence += 1
         if self._segments and self._ranks.rank == 0:

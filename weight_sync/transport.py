@@ -19,46 +19,9 @@ import torch
 
 from weight_sync.errors import WeightSyncError
 from weight_sync.manifest import Manifest
+from weight_sync.shard import Shard
 
 Handle = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A rectangular region of a global tensor, held by this rank. A whole tensor has offsets 0 and its own shape.
-
-    name          Hugging Face name of the tensor
-    global_shape  shape of the whole tensor
-    offsets       index of the region's first element in every dimension
-    data          the region; any device and strides. It is copied straight to where the transport wants it, so
-                  hand over views of live parameters rather than copies
-    dtype         dtype to publish (default: the data's own); the conversion happens in that copy
-    """
-
-    name: str
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    data: torch.Tensor
-    dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        shape, offsets, size = tuple(self.global_shape), tuple(self.offsets), tuple(self.data.shape)
-        inside = len(shape) == len(offsets) == len(size) and all(
-            start >= 0 and start + extent <= whole for start, extent, whole in zip(offsets, size, shape, strict=True)
-        )
-        if not inside:
-            raise WeightSyncError(
-                f"{self.name}: a region of shape {list(size)} at {list(offsets)} does not lie in a tensor of shape "
-                f"{list(shape)}"
-            )
-        object.__setattr__(self, "global_shape", shape)
-        object.__setattr__(self, "offsets", offsets)
-        object.__setattr__(self, "dtype", self.dtype or self.data.dtype)
-
-    @classmethod
-    def whole(cls, name: str, data: torch.Tensor, dtype: torch.dtype | None = None) -> Shard:
-        """A tensor this rank holds all of."""
-        return cls(name, tuple(data.shape), (0,) * data.dim(), data, dtype)
 
 
 @dataclass
@@ -97,12 +60,15 @@ class Sender(Protocol):
     stats: dict[str, float]
     """Seconds (``*_s``) and bytes (``*_bytes``) of the parts of the last publish, as seen by this rank."""
 
-    def publish(self, version: int, shards: Iterable[Shard]) -> Handle:
+    def publish(self, version: int, shards: Iterable[Shard], whole: bool = False) -> Handle:
         """Collective. Make ``version`` available from the shards of all ranks; return the handle on every rank.
 
-        A region that several ranks hold (replicated parameters) is written once. Raises CoverageError, naming the
-        tensor, if regions are missing or overlap; an error of one rank is raised on all. What was published before
-        stays available until the publish after the next.
+        A region that several ranks hold (replicated parameters) is written once. The shards' data may change as soon as
+        this returns. With ``whole`` the version does not build on earlier ones, so that a receiver whose own copy is
+        lost or damaged can take it; the same version may be published again.
+
+        Raises CoverageError, naming the tensor, if regions are missing or overlap; an error of one rank is raised on
+        all. What was published before stays available until the publish after the next.
         """
 
     def close(self) -> None:
@@ -130,6 +96,9 @@ ENTRY_POINT_GROUP = "weight_sync.transports"
 
 TRANSPORTS = {
     "shared_memory": "weight_sync.shared_memory:TRANSPORT",
+    "disk": "weight_sync.disk:TRANSPORT",
+    "disk_delta": "weight_sync.disk:DELTA_TRANSPORT",
+    "ici": "weight_sync.ici:TRANSPORT",
 }
 
 

@@ -15,9 +15,8 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from weight_sync import Shard
+from weight_sync import Shard, local_shards
 
 if TYPE_CHECKING:
     from rl_tpu.trainer.model import Policy
@@ -34,13 +33,7 @@ def shards(policy: Policy, dtype: torch.dtype) -> Iterator[Shard]:
     All ranks' shards together cover every tensor exactly once; a rank yields nothing of a tensor it has no row of.
     """
     for name, tensor in policy.adapter.to_hf(policy.model.state_dict()).items():
-        if not isinstance(tensor, DTensor):
-            yield Shard.whole(name, tensor, dtype)
-            continue
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local = tensor.to_local()
-        if local.numel():
-            yield Shard(name, tuple(tensor.shape), tuple(offsets), local, dtype)
+        yield from local_shards(name, tensor, dtype)
 
 
 @torch.no_grad()
