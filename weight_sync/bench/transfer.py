@@ -1,0 +1,201 @@
+"""A payload from the private tensors of sender processes to verified tensors in receiver processes, round by round."""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weight_sync.bench import limits, processes
+from weight_sync.bench.payload import Payload, add_sums, hold, sums
+from weight_sync.bench.processes import State, Worker, WorkerError, each, on_all
+from weight_sync.bench.timing import WARM_UPS, make_row, timed
+from weight_sync.segments import remove_segments
+from weight_sync.transport import open_receiver, open_sender
+
+
+@dataclass(frozen=True)
+class Case:
+    """A transport and who makes which hashes: ``none``, ``inline`` (the sender in publish, the receiver checks), or
+    ``ahead`` (the same, but the sender's hashing is not counted: it ran while engines still generated)."""
+
+    transport: str
+    hashing: str = "inline"
+
+    @property
+    def verified(self) -> bool:
+        return self.hashing != "none"
+
+
+def cases_of(transport: str) -> list[Case]:
+    """Hashing costs about as much as copying through memory, and hides behind slower transports."""
+    kinds = ("none", "inline", "ahead") if transport == "shared_memory" else ("inline",)
+    return [Case(transport, hashing) for hashing in kinds]
+
+
+class Group:
+    """Sender processes that share a payload, and receiver processes. After an error it must be closed."""
+
+    def __init__(self, payload: Payload, senders: int, receivers: int, directory: Path, timeout_s: float):
+        self._payload, self._directory, self._timeout_s = payload, directory, timeout_s
+        self._run_id = f"bench-{secrets.token_hex(4)}"
+        self._round = 0
+        self.senders = [Worker(f"sender {rank}") for rank in range(senders)]
+        self.receivers = [Worker(f"receiver {index}") for index in range(receivers)]
+        rendezvous = str(directory / f"gloo-{self._run_id}")
+        ranks = [(rank, senders) for rank in range(senders)]
+        try:
+            if senders > 1:
+                each(self.senders, timeout_s, processes.join, [(*rank, rendezvous, timeout_s) for rank in ranks])
+            each(self.senders, timeout_s, hold, [(payload, *rank) for rank in ranks])
+        except BaseException:
+            self.kill()
+            raise
+
+    def measure(self, case: Case, repeats: int, progress: Callable[[str], None]) -> dict[str, Any]:
+        """A row of the results. Raises WorkerError if anything failed or a round's bytes did not arrive."""
+        memcpy_gb_per_s = limits.memcpy_rate(self.senders[0], repeats, self._timeout_s)
+        on_all(self.senders + self.receivers, self._timeout_s, processes.reset_peak_memory)
+        with tempfile.TemporaryDirectory(dir=self._directory, prefix="weight_sync-bench-") as place:
+            options = _options(case, self._run_id, place)
+            on_all(self.senders, self._timeout_s, open_sending, case.transport, options)
+            on_all(self.receivers, self._timeout_s, open_receiving, case.transport, {"verify": case.verified})
+            rounds = []
+            for number in range(WARM_UPS + repeats):
+                progress(f"round {number + 1} of {WARM_UPS + repeats}")
+                rounds.append(self._one_round(case))
+            on_all(self.receivers, self._timeout_s, close_receiving)
+            peaks = [
+                on_all(workers, self._timeout_s, processes.peak_memory) for workers in (self.senders, self.receivers)
+            ]
+            on_all(self.senders, self._timeout_s, close_sending)
+        rounds = rounds[WARM_UPS:]
+        medians = {name: statistics.median(taken[name] for taken in rounds) for name in rounds[0]}
+        return make_row(
+            "transport",
+            case.transport,
+            self._payload.nbytes,
+            [taken["total_s"] for taken in rounds],
+            **self.shape,
+            **{name: value for name, value in medians.items() if name != "total_s"},
+            memcpy_gb_per_s=memcpy_gb_per_s,
+            verified=case.verified,
+            hashing=case.hashing,
+            changed_share=self._payload.changed,
+            peak_rss_bytes={"senders": peaks[0], "receivers": peaks[1]},
+        )
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {"senders": len(self.senders), "receivers": len(self.receivers)}
+
+    def _one_round(self, case: Case) -> dict[str, float]:
+        self._round += 1
+        before = on_all(self.senders, self._timeout_s, change, self._round)
+        start = time.perf_counter()
+        published = on_all(self.senders, self._timeout_s, publish, self._round)
+        staged = time.perf_counter()
+        on_all(self.receivers, self._timeout_s, receive, published[0][0])
+        received = time.perf_counter()
+        load_s = on_all(self.receivers, self._timeout_s, load)
+        self._compare(add_sums(before), on_all(self.receivers, self._timeout_s, received_sums))
+        stats = [stats for _, stats in published]
+        ahead_s = max(of_rank["hash_s"] for of_rank in stats) if case.hashing == "ahead" else 0.0
+        taken = {
+            "total_s": received - start - ahead_s,
+            "stage_s": staged - start - ahead_s,
+            "receive_s": received - staged,
+            "pause_s": max(load_s),
+            "ahead_s": ahead_s,
+        }
+        if all("wire_bytes" in of_rank for of_rank in stats):
+            taken["wire_bytes"] = sum(of_rank["wire_bytes"] for of_rank in stats)
+        return taken
+
+    def _compare(self, sent: dict[str, int], arrived: list[dict[str, int]]) -> None:
+        for receiver, found in zip(self.receivers, arrived, strict=True):
+            wrong = sorted(name for name in sent.keys() | found.keys() if sent.get(name) != found.get(name))
+            if wrong:
+                raise WorkerError(
+                    f"{receiver.name} has not got what was sent in round {self._round}: {len(wrong)} of {len(sent)} "
+                    f"tensors differ, {wrong[0]} first"
+                )
+
+    def close(self) -> None:
+        for worker in self.senders + self.receivers:
+            worker.close()
+        remove_segments(self._run_id)
+
+    def kill(self) -> None:
+        for worker in self.senders + self.receivers:
+            worker.kill()
+        remove_segments(self._run_id)
+
+
+def _options(case: Case, run_id: str, place: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"run_id": run_id, "hashes": case.verified}
+    return options | {"url": place} if case.transport.startswith("disk") else options
+
+
+# --- run in a sender ---
+
+
+def open_sending(state: State, transport: str, options: dict[str, Any]) -> None:
+    rank, world_size, group = state["shards"].rank, state["shards"].world_size, state.get("group")
+    state["sender"] = open_sender(transport, rank=rank, world_size=world_size, group=group, **options)
+
+
+def change(state: State, round_number: int) -> dict[str, int]:
+    return state["shards"].change(round_number)
+
+
+def publish(state: State, version: int) -> tuple[dict, dict[str, float]]:
+    sender = state["sender"]
+    return sender.publish(version, state["shards"].shards), sender.stats
+
+
+def close_sending(state: State) -> None:
+    state.pop("sender").close()
+
+
+# --- run in a receiver ---
+
+
+def open_receiving(state: State, transport: str, options: dict[str, Any]) -> None:
+    state["receiver"] = open_receiver(transport, **options)
+
+
+def receive(state: State, handle: dict) -> None:
+    state["received"] = state["receiver"].receive(handle)
+
+
+def load(state: State) -> float:
+    """As an engine does that has staged the version: copy into its parameters, then check. Returns seconds."""
+    received = state["received"]
+    if "parameters" not in state:
+        state["parameters"] = {name: torch.ones_like(tensor) for name, tensor in received.tensors.items()}
+
+    def copy() -> None:
+        with received:
+            for name, tensor in received.tensors.items():
+                state["parameters"][name].copy_(tensor)
+
+    return timed(copy)
+
+
+def received_sums(state: State) -> dict[str, int]:
+    """Of what was handed out, and of what was loaded."""
+    arrived, loaded = sums(state.pop("received").tensors), sums(state["parameters"])
+    return {name: value if loaded.get(name) == value else None for name, value in arrived.items()}
+
+
+def close_receiving(state: State) -> None:
+    state.pop("receiver").close()
+    state.pop("parameters", None)
