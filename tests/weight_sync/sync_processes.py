@@ -1,4 +1,4 @@
-"""Processes of their own for senders and receivers, and the functions that run inside them (``state`` is theirs)."""
+"""The functions that run inside the processes of senders and receivers (``state`` is theirs)."""
 
 from __future__ import annotations
 
@@ -6,60 +6,15 @@ import ctypes
 import gc
 import itertools
 import json
-import multiprocessing
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from remote_processes import Remote as Remote
+from remote_processes import join as join
 
 from weight_sync import Shard, open_receiver, open_sender
-
-
-class Remote:
-    """A spawned process that runs functions of this module one after another; every wait has a deadline."""
-
-    def __init__(self):
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def start(self, function, *args) -> None:
-        self._connection.send((function, args))
-
-    def finish(self, timeout_s: float = 60):
-        assert self._connection.poll(timeout_s), f"no answer within {timeout_s} s"
-        ok, result = self._connection.recv()
-        if not ok:
-            raise result
-        return result
-
-    def call(self, function, *args):
-        self.start(function, *args)
-        return self.finish()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(10)
-        self._connection.close()
-
-
-def _serve(connection) -> None:
-    torch.set_num_threads(1)
-    state = {}
-    while True:
-        try:
-            function, args = connection.recv()
-        except EOFError:
-            return
-        try:
-            connection.send((True, function(state, *args)))
-        except Exception as error:
-            connection.send((False, error))
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -112,14 +67,6 @@ def shards_of(tensors: dict[str, torch.Tensor], rank: int, world_size: int, how:
 
 
 # --- run in a sender's process ---
-
-
-def join(state, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
-    state.update(rank=rank, world_size=world_size, group=dist.group.WORLD)
 
 
 def open_for(state, run_id: str, options: dict) -> None:

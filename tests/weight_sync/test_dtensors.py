@@ -11,7 +11,7 @@ import dtensor_processes as dp
 import pytest
 import sync_processes as sp
 import torch
-from sync_processes import Remote
+from remote_processes import Remote, on_all, start_ranks
 from transport_options import AVAILABLE, sender_options
 
 from weight_sync import Manifest
@@ -42,13 +42,7 @@ def trainers(tmp_path_factory):
 
     def trainer(world_size: int) -> list[Remote]:
         if world_size not in started:
-            started[world_size] = [Remote() for _ in range(world_size)]
-            rendezvous = str(tmp_path_factory.mktemp("gloo") / "store")
-            if world_size > 1:
-                for rank, remote in enumerate(started[world_size]):
-                    remote.start(sp.join, rank, world_size, rendezvous, 120)
-                for remote in started[world_size]:
-                    remote.finish(120)
+            started[world_size] = start_ranks(world_size, tmp_path_factory.mktemp("gloo") / "store")
         return started[world_size]
 
     yield trainer
@@ -57,25 +51,18 @@ def trainers(tmp_path_factory):
             remote.kill()
 
 
+@pytest.fixture(scope="module")
+def engine_process():
+    remote = Remote()
+    yield remote
+    remote.kill()
+
+
 @pytest.fixture
-def receiver(engine):
-    yield engine
-    engine.call(dp.close_receiver)
-
-
-def on_all(ranks: list[Remote], function, *args) -> list:
-    """Results of all ranks; raises the first error when all have answered, so that no answer is left for later."""
-    for rank in ranks:
-        rank.start(function, *args)
-    results, errors = [], []
-    for rank in ranks:
-        try:
-            results.append(rank.finish(120))
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return results
+def receiver(engine_process):
+    """An engine's process; its receiver is a new one in every test."""
+    yield engine_process
+    engine_process.call(dp.close_receiver)
 
 
 def build(trainers, sharding: str) -> tuple[list[Remote], dict[str, list[str]]]:
