@@ -32,7 +32,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=5, help="rounds after one warm-up (default: %(default)s)")
     add("--changed", type=float, default=0.01, help="share of elements a round changes (default: %(default)s)")
     add("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where disk transports write (%(default)s)")
-    add("--baselines", help="a Python file or module with other ways to measure, see examples/weight_sync")
+    add("--baselines", default="", help="Python files or modules with other ways to measure, see examples/weight_sync")
     add("--no-limits", dest="limits", action="store_false", help="leave out the machine's limits")
     add("--timeout", type=float, default=600, help="deadline of every step in seconds (default: %(default)s)")
     add("--json", type=Path, help="write the rows there, after every measurement")
@@ -42,7 +42,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         options.payload = Payload.parse(options.payload, options.changed)
         options.senders, options.receivers = _counts(options.senders), _counts(options.receivers)
         options.transport = _transports(options.transport)
-        options.baseline_names = list(baselines.find(options.baselines, options.payload)) if options.baselines else []
+        sources = options.baselines.split(",") if options.baselines else []
+        options.baselines = [(source, name) for source in sources for name in baselines.find(source, options.payload)]
     except (ValueError, WeightSyncError, ImportError, AttributeError, OSError) as error:
         parser.error(str(error))
     if not 0 <= options.changed <= 1 or options.repeats < 1:
@@ -98,10 +99,10 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         for senders in options.senders:
             for receivers in options.receivers:
                 yield from _transfers(options, Path(directory), senders, receivers)
-    for name in options.baseline_names:
+    for source, name in options.baselines:
         try:
             progress = _progress(f"baseline {name}")
-            yield baselines.measure(options.baselines, name, payload, repeats, timeout_s, progress)
+            yield baselines.measure(source, name, payload, repeats, timeout_s, progress)
         except WorkerError as error:
             yield make_row("baseline", name, payload.nbytes, [], error=str(error))
 

@@ -7,12 +7,10 @@ for a dict of private tensors. It is called in a process of its own.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -44,18 +42,15 @@ Open = Callable[[dict[str, torch.Tensor]], Baseline]
 
 def find(source: str, payload: Payload) -> dict[str, Open]:
     """The baselines that a file or module offers for a payload. Raises ImportError, AttributeError or OSError."""
-    return _load(source).baselines(payload)
-
-
-def _load(source: str) -> ModuleType:
-    if not source.endswith(".py"):
-        return importlib.import_module(source)
-    name = f"baselines_of_{Path(source).stem}"
-    spec = importlib.util.spec_from_file_location(name, Path(source).resolve())
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # what it pickles must be found again
-    spec.loader.exec_module(module)
-    return module
+    path = Path(source)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {source}")
+        # Importable by name, so that its own worker processes find what it sends them.
+        if str(path.resolve().parent) not in sys.path:
+            sys.path.insert(0, str(path.resolve().parent))
+        source = path.stem
+    return importlib.import_module(source).baselines(payload)
 
 
 def measure(
