@@ -1,0 +1,233 @@
+"""Weights through a torch.distributed backend: device collectives where there are accelerators, gloo on CPUs.
+
+``publish`` snapshots every rank's own regions into flat memory on the device and returns; a thread of every rank then
+serves the receivers that ask for the version, while training goes on. A region goes straight from the rank that holds it
+to those that need it. There are two snapshots, so that version v+1 is made while receivers still take v.
+
+Receivers find the sender through a TCP store that sender rank 0 serves, come and go as they like, and may want whole
+tensors or regions of them. Engines that have a broadcast endpoint of their own can take the versions through it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from weight_sync.buckets import FlatRegions
+from weight_sync.errors import WeightSyncError
+from weight_sync.hashing import default_threads, in_threads, xxh3_128
+from weight_sync.ici_receiver import IciReceiver
+from weight_sync.links import Group, Store, one_line
+from weight_sync.manifest import Manifest
+from weight_sync.publication import Publication, publication_key, whole_regions
+from weight_sync.sender import Layout, Ranks, Region, make_layout
+from weight_sync.serving import LinkServer
+from weight_sync.shard import Shard
+from weight_sync.sharded_hashes import ShardedHashes
+from weight_sync.transport import Handle, Sender, Transport
+
+SLOTS = 2
+
+
+class IciSender(Sender):
+    """One rank of a sender.
+
+    backend        torch.distributed backend that moves the bytes; receivers learn it from the sender
+    device         where the snapshots lie, a device that the backend moves tensors of
+    host           name or address under which receivers reach sender rank 0 (default: this host's own)
+    bucket_bytes   most bytes of one message; every rank keeps a few of this size
+    bucket_tensors most tensors of one message (default: as many as fit)
+    hashes         whether to hash every tensor, which a verifying receiver needs. A tensor that several ranks hold parts
+                   of travels to one of them for it, and needs memory there
+    timeout_s      deadline of every wait for another rank
+    threads        for copies and hashes; default: this rank's share of the cores, at most 8
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        rank: int = 0,
+        world_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        backend: str = "gloo",
+        device: str = "cpu",
+        host: str | None = None,
+        bucket_bytes: int = 64 << 20,
+        bucket_tensors: int | None = None,
+        hashes: bool = True,
+        timeout_s: float = 120.0,
+        threads: int | None = None,
+    ):
+        self.manifest: Manifest | None = None
+        self.stats: dict[str, float] = {}
+        self._run_id = run_id
+        self._ranks = Ranks(rank, world_size, group)
+        self._backend, self._device, self._host = backend, torch.device(device), host
+        self._bucket_bytes, self._bucket_tensors = bucket_bytes, bucket_tensors
+        self._hashes, self._timeout_s = hashes, timeout_s
+        self._threads = threads or default_threads(world_size)
+        self._store: Store | None = None
+        self._server: LinkServer | None = None
+        self._group: Group | None = None
+        self._regions: list[str] = []
+        self._layout: Layout | None = None
+        self._slots: list[FlatRegions] = []
+        self._hasher: ShardedHashes | None = None
+        self._sequence = 0
+
+    def publish(self, version: int, shards: Iterable[Shard], whole: bool = False) -> Handle:
+        start = time.perf_counter()
+        self._connect()
+        self._sequence += 1
+        mine = self._agree(version, shards)
+        agreed = time.perf_counter()
+
+        flat = self._slots[self._sequence % SLOTS]
+        self._ranks.exchange(lambda: self._copy(flat, mine))
+        copied = time.perf_counter()
+
+        manifest = dataclasses.replace(self._layout.manifest, version=version)
+        if self._hashes:
+            manifest = self._hash(manifest, flat)
+        digest = self._ranks.exchange(lambda: self._offer(manifest, flat))[0]
+
+        end = time.perf_counter()
+        self.manifest = manifest
+        self.stats = {
+            "prepare_s": agreed - start,
+            "copy_s": copied - agreed,
+            "hash_s": end - copied,
+            "total_s": end - start,
+            "total_bytes": manifest.total_bytes,
+        }
+        return {
+            "transport": "ici",
+            "version": version,
+            "store": list(self._store.address),
+            "sequence": self._sequence,
+            "publication_xxh3_128": digest,
+        }
+
+    def close(self) -> None:
+        """Links that are being served end at once or at their deadline; the store is gone with rank 0's process."""
+        if self._server is not None:
+            self._server.close()
+        self._server = self._store = self._group = self._layout = self._hasher = None
+        self._regions, self._slots = [], []
+
+    def _connect(self) -> None:
+        """Collective, the first time: rank 0's store, a group for the bytes between ranks, and the serving threads."""
+        if self._store is not None:
+            return
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+
+        def serve() -> tuple[str, int] | None:
+            if rank == 0:
+                self._store = Store.serve(self._host or own_address(), self._timeout_s)
+            return self._store and self._store.address
+
+        address = self._ranks.exchange(serve)[0]
+
+        def join() -> None:
+            if rank != 0:
+                self._store = Store.connect(address, self._timeout_s)
+            if world_size > 1:
+                name = f"{self._run_id}.publish"
+                self._group = Group(self._store, name, rank, world_size, self._backend, self._device, self._timeout_s)
+            self._server = LinkServer(rank, world_size, address, self._device, self._timeout_s)
+
+        try:
+            self._ranks.exchange(join)
+        except WeightSyncError:
+            self.close()
+            raise
+
+    def _agree(self, version: int, shards: Iterable[Shard]) -> dict[Region, Shard]:
+        """Collective: this rank's shards by region, once the oldest snapshot is free for all ranks' shards."""
+        mine: list[Shard] = []
+        oldest = self._sequence - SLOTS
+
+        def describe() -> tuple[int, int, str, int]:
+            mine.extend(shards)
+            last_job = self._server.withdraw(oldest)
+            regions = repr([Region.of(shard) for shard in mine])
+            return version, self._sequence, xxh3_128(regions.encode()), last_job
+
+        said = self._ranks.exchange(describe)
+        if len({(version, sequence) for version, sequence, _, _ in said}) > 1:
+            raise WeightSyncError(f"the ranks publish different versions: {[version for version, *_ in said]}")
+        last_job = said[0][3]  # rank 0 says which requests are served
+        self._ranks.exchange(lambda: self._server.wait_for(last_job))
+        if self._ranks.rank == 0:
+            self._store.delete(publication_key(oldest))
+        regions = [digest for _, _, digest, _ in said]
+        if regions != self._regions or not self._slots:
+            everyones = self._ranks.exchange(lambda: [Region.of(shard) for shard in mine])
+            self._ranks.exchange(lambda: self._allocate(make_layout(everyones)))
+            self._regions = regions
+        return {Region.of(shard): shard for shard in mine}
+
+    def _allocate(self, layout: Layout) -> None:
+        """Snapshots for this rank's share of the layout, in the manifest's order, which receivers' memory has too."""
+        place = {entry.name: index for index, entry in enumerate(layout.manifest.tensors)}
+        for regions in layout.writes:
+            regions.sort(key=lambda region: (place[region.name], region.offsets))
+        self._slots = [FlatRegions(layout.writes[self._ranks.rank]) for _ in range(SLOTS)]
+        for flat in self._slots:
+            flat.allocate(self._device)
+        self._layout, self._hasher = layout, None
+        if self._hashes:
+            tensors = whole_regions(layout.manifest)
+            rank, limits = self._ranks.rank, (self._bucket_bytes, self._bucket_tensors)
+            self._hasher = ShardedHashes(layout.writes, tensors, rank, self._device, *limits)
+
+    def _copy(self, flat: FlatRegions, shards: dict[Region, Shard]) -> None:
+        def copy(region: Region) -> None:
+            flat.view(region).copy_(shards[region].data.detach())
+
+        regions = sorted(self._layout.writes[self._ranks.rank], key=lambda region: -region.nbytes)
+        in_threads(copy, regions, self._threads)
+
+    def _hash(self, manifest: Manifest, flat: FlatRegions) -> Manifest:
+        """Collective: the manifest with the hash of every tensor."""
+
+        def hash_share() -> dict[str, str]:
+            try:
+                return self._hasher.make(flat, self._group, self._threads)
+            except RuntimeError as error:
+                raise WeightSyncError(f"sender rank {self._ranks.rank} lost the others: {one_line(error)}") from error
+
+        hashes: dict[str, str] = {}
+        for part in self._ranks.exchange(hash_share):
+            hashes |= part
+        tensors = tuple(dataclasses.replace(entry, xxh3_128=hashes[entry.name]) for entry in manifest.tensors)
+        return dataclasses.replace(manifest, tensors=tensors)
+
+    def _offer(self, manifest: Manifest, flat: FlatRegions) -> str | None:
+        """Let receivers have the version; on rank 0, the hash of what they find in the store about it."""
+        publication = Publication(
+            self._sequence, manifest, self._layout.writes, self._bucket_bytes, self._bucket_tensors, self._backend, flat
+        )
+        digest = None
+        if self._ranks.rank == 0:
+            text = publication.to_bytes()
+            digest = xxh3_128(text)
+            self._store.put_bytes(publication_key(self._sequence), text)
+        self._server.offer(publication)
+        return digest
+
+
+def own_address() -> str:
+    """This host's address as its name resolves; one that only this host can reach if it does not resolve."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+TRANSPORT = Transport(IciSender, IciReceiver)
