@@ -30,6 +30,9 @@ from weight_sync.transport import Handle, Sender, Transport
 from weight_sync.version_writer import VersionWriter, Written
 from weight_sync.versions import LATEST_FILE, History, Link, Record, directory_name
 
+SMALL_FILES_BYTES = 2**20
+"""Room for the files of a version beside the tensors."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
@@ -125,6 +128,7 @@ class DiskSender(Sender):
             self._gatherer.release()
             if self._ranks.rank == 0:
                 self._store.discard(directory)
+                self._history = None  # look again at what is there, and remove what was left
             raise
         link = Link(directory, xxh3_128(text))
         if self._full_every > 1:
@@ -182,8 +186,8 @@ class DiskSender(Sender):
         if self._history is None:
             self._store.remove_leftovers()
             self._history = History(self._store)
-        if not is_delta:
-            self._store.require_space(self._plan.layout.total_bytes)
+        if not is_delta:  # how large a delta will be is not known
+            self._store.require_space(self._plan.layout.total_bytes + SMALL_FILES_BYTES)
         directory = directory_name(version, is_delta, self._history.directories)
         self._store.begin(directory)
         return directory, self._history.next_publish
