@@ -228,12 +228,19 @@ class WeightSyncConfig(Section):
 
     transport: str = "shared_memory"
     """Registered name of a transport, or an import path `package.module:ATTRIBUTE`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the transport's sender. In strings {run_dir} and {model_dir} stand for the run's directories."""
+    pause_mode: Literal["in_place", "retract", "abort"] = "retract"
+    """What a new policy does to samples in flight: they go on with the key-value cache they have (`in_place`), go on with
+    one computed anew (`retract`), or are dropped and written again from the start (`abort`)."""
+    reload_attempts: Count = 1
+    """How often, within one sync, engines that did not take a policy are sent the whole of it again."""
     verify: bool = True
     """Engines check xxh3-128 of every tensor before they load it."""
     check_engine_weights: bool = False
     """After every sync compare the engines' own checksums of their live weights with the trainer's (small models)."""
     timeout_s: Seconds = 300.0
-    """Deadline of one sync."""
+    """Deadline of each part of a sync: publishing, staging on the engines, loading."""
 
 
 class ClusterConfig(Section):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rl_tpu.config.compose import find_file
-from rl_tpu.config.schema import ModelConfig, PromptSourceConfig, RunConfig
+from rl_tpu.config.schema import ModelConfig, PromptSourceConfig, RunConfig, WeightSyncConfig
 from rl_tpu.data import PromptSet, check_source, load_prompts, load_tokenizer
 from rl_tpu.devices import get_device
 from rl_tpu.environments import find_environment
@@ -21,6 +23,9 @@ from rl_tpu.registry import one_line
 from rl_tpu.rewards import find_reward
 from weight_sync import WeightSyncError
 from weight_sync.transport import find_transport
+
+SENDER_ARGUMENTS = {"run_id", "rank", "world_size", "group", "hashes"}
+"""What every sender is opened with; not the user's."""
 
 
 @dataclass
@@ -63,10 +68,37 @@ def check_names(config: RunConfig) -> None:
     check_source(config.data.train)
     for chosen in config.evaluation.sets.values():
         check_source(chosen.source)
+    check_transport(config.weight_sync)
+
+
+def check_transport(sync: WeightSyncConfig) -> None:
+    """The transport must exist, and its sender take the options. Raises UserError."""
     try:
-        find_transport(config.weight_sync.transport)
+        opens = find_transport(sync.transport).open_sender
     except WeightSyncError as error:
         raise UserError(f"weight_sync.transport: {error}") from None
+    parameters = inspect.signature(opens).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = sorted({parameter.name for parameter in parameters} - SENDER_ARGUMENTS)
+    for name in sync.options:
+        if name not in known:
+            raise UserError(
+                f"weight_sync.options.{name} is no option of transport {sync.transport}; it takes {', '.join(known)}"
+            )
+
+
+def fill_options(config: RunConfig, **directories: Path) -> RunConfig:
+    """The configuration with {run_dir} and {model_dir} in the transport's options replaced."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, str):
+            for name, path in directories.items():
+                value = value.replace(f"{{{name}}}", str(path))
+        return value
+
+    options = {name: fill(value) for name, value in config.weight_sync.options.items()}
+    return config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"options": options})})
 
 
 def missing_files(config: RunConfig) -> list[str]:

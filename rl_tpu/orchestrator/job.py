@@ -21,7 +21,7 @@ from rl_tpu.environments import make_environment
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.collector import Collector
 from rl_tpu.orchestrator.dry_run import describe
-from rl_tpu.orchestrator.inputs import Inputs, check_names, read_inputs
+from rl_tpu.orchestrator.inputs import Inputs, check_names, fill_options, read_inputs
 from rl_tpu.orchestrator.interrupt import Interrupt, Interrupted, interrupt_by_sigterm
 from rl_tpu.orchestrator.loop import Run, answer, train
 from rl_tpu.orchestrator.placement import Placement, check_machine
@@ -191,6 +191,7 @@ async def _start(
 ) -> tuple[TrainerGroup, Fleet]:
     """Trainer ranks and engines, started side by side."""
     model_dir, run_dir = inputs.model_dir, directory.path
+    config = fill_options(config, run_dir=run_dir, model_dir=model_dir)
     trainer = TrainerGroup.start(config, model_dir, run_dir, run_id, placement.trainer_options())
     fleet = Fleet.start(config, model_dir, run_dir, placement.engine_options(), placement.engine_chips())
     starts = [asyncio.create_task(trainer), asyncio.create_task(fleet)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,23 @@ async def train(run: Run) -> None:
 
 
 async def synchronise(run: Run) -> dict[str, float]:
-    """Carry the trainer's policy to every engine; on request compare what the engines then hold with the trainer."""
-    handle = await run.trainer.publish(run.step)
-    metrics = run.trainer.publish_metrics | await run.fleet.update_weights(handle, run.step)
+    """Carry the trainer's policy to every engine; on request compare what the engines then hold with the trainer.
+
+    While the trainer publishes and the engines receive, they go on generating; each pauses only to load. Those that did
+    not take the policy are sent the whole of it again.
+    """
+    start = time.perf_counter()
+    handle, metrics = await run.trainer.publish(run.step)
+    metrics |= await run.fleet.update_weights(handle, run.step)
+    for _ in range(run.config.weight_sync.reload_attempts):
+        if run.fleet.behind:
+            handle, _ = await run.trainer.publish(run.step, whole=True)
+            metrics |= await run.fleet.reload(handle, run.step)
+    await run.fleet.require_engine()
+    seconds = time.perf_counter() - start
+    metrics["sync/stage_s"] = metrics["sync/publish_s"] + metrics["sync/receive_s"]
+    metrics["sync/total_s"] = seconds
+    metrics["sync/gb_per_s"] = metrics["sync/bytes"] / 1e9 / seconds
     if run.config.weight_sync.check_engine_weights:
         metrics["sync/checked_engines"] = await run.fleet.check_weights(await run.trainer.full_tensors())
     return metrics

@@ -14,21 +14,23 @@ class EngineLostError(RunError):
     """The engine is gone or holds no whole policy; the same request may be put to another one."""
 
 
+class UpdateRefusedError(RunError):
+    """The engine did not take a policy version and holds, and serves, the one before it whole."""
+
+
 @dataclass(frozen=True)
 class WeightUpdate:
     """How one engine came by a policy version."""
 
     version: int
-    seconds: float
-    """The whole update, from request to answer."""
-    pause_seconds: float
-    """How long generation stood still."""
-    verify_seconds: float
-    """Receiving the tensors and comparing their hashes; a part of the pause."""
     tensors: int
     """Tensors loaded, each verified before unless weight_sync.verify is off."""
     bytes: int
     """Their size."""
+    stage_seconds: float
+    """From request to received and verified; the engine generated meanwhile."""
+    pause_seconds: float = 0.0
+    """How long generation stood still for the load."""
 
 
 class Engine(Protocol):
@@ -38,20 +40,36 @@ class Engine(Protocol):
     """How messages call it, for example ``engine 0``."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
-        """``n`` completions of the prompt.
+        """``n`` completions of the prompt; with ``finish_reason`` ``abort`` what an update aborted.
 
         Raises:
             UserError: no engine could serve this request.
-            EngineLostError: the engine is gone, or failed to take a new policy meanwhile.
+            EngineLostError: the engine is gone, or broke off the load of a new policy meanwhile.
             RunError: the engine refused the request or did not answer.
         """
 
-    async def update_weights(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
-        """Serve policy ``version`` from now on; ``handle`` is what weight_sync's sender published.
+    async def stage(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
+        """Receive and verify policy ``version``, which weight_sync published as ``handle``, while generation goes on.
 
-        Requests in flight go on under the new version. Raises RunError if the version was not taken whole: requests in
-        flight are then lost, and the engine must not be used until a later update succeeds.
+        Raises UpdateRefusedError if it could not be received, does not verify or does not fit the model.
         """
+
+    async def load(self, staged: WeightUpdate) -> WeightUpdate:
+        """Stop generating, serve what was staged from now on, go on generating.
+
+        weight_sync.pause_mode says what becomes of samples in flight. Raises UpdateRefusedError if nothing was loaded,
+        EngineLostError if the load broke off: requests in flight are then lost, and the engine must not be used until a
+        later load succeeds.
+        """
+
+    async def restart(self) -> None:
+        """End what is left of the engine and start it anew, with the weights of the model directory.
+
+        Raises RunError or UserError if it does not come up.
+        """
+
+    async def failure(self) -> str | None:
+        """Why its process is gone; None while it lives."""
 
     async def weight_checksums(self) -> dict[str, str]:
         """Checksums of the live weights by the engine's own parameter names (see `checksums.py`)."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from rl_tpu.config.schema import RunConfig
-from rl_tpu.errors import RunError
+from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.checksums import differing, expected_checksums
-from rl_tpu.rollout.engine import Engine, EngineLostError, WeightUpdate
+from rl_tpu.rollout.engine import Engine, EngineLostError, UpdateRefusedError, WeightUpdate
 from rl_tpu.rollout.sglang import SGLangEngine
 from rl_tpu.types import Completion, SamplingParams
 
@@ -23,13 +23,27 @@ log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Create with `start`, or from any engines. ``lost`` says by name which engines get no requests, and why."""
+    """Create with `start`, or from any engines. ``lost`` says by name which engines get no requests, and why.
+
+    An engine that does not take a new policy is left out until it has taken one. An engine whose process is gone, or
+    does not answer, is started anew in the background and brought the policy that the others serve.
+    """
 
     def __init__(self, engines: Sequence[Engine], config: RunConfig):
         self.engines = list(engines)
         self.lost: dict[str, str] = {}
-        self._seed = config.seed
-        self._version = 0
+        self._config = config
+        self._policy: tuple[Mapping[str, Any], int] | None = None
+        """Handle and version of the newest one; before the first update engines serve their model directory."""
+        self._updates: dict[str, WeightUpdate] = {}
+        """By which engines took it."""
+        self._failed: set[str] = set()
+        """Engines that did not, at first."""
+        self._restarts: dict[str, asyncio.Task[None]] = {}
+        self._loads = 0
+        """Begun so far, on all engines."""
+        self._aborted = 0
+        """Samples aborted by an update and not yet reported."""
         self._requests = 0
         """Requests since the last update."""
         self._load = dict.fromkeys((engine.name for engine in engines), 0)
@@ -69,7 +83,8 @@ class Fleet:
             raise
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1) -> list[Completion]:
-        """``n`` completions from the engine with the least to do. If that is lost meanwhile, another one is asked.
+        """``n`` completions from the engine with the least to do. If that is lost meanwhile, another one is asked; if an
+        update aborted one of them (weight_sync.pause_mode), all n are asked for again.
 
         Without a seed of its own a request gets one that follows from the run's seed, the policy version and the number
         of requests before it under that version.
@@ -78,41 +93,55 @@ class Fleet:
         if params.seed is None:
             params = dataclasses.replace(params, seed=self._next_seed())
         while True:
-            engine = self._least_busy()
+            await self.require_engine()
+            engine, loads = self._least_busy(), self._loads
             self._load[engine.name] += cost
             try:
                 completions = await engine.generate(prompt_ids, params, n)
-                if any(completion.finish_reason == "abort" for completion in completions):
-                    raise RunError(f"{engine.name} aborted an answer, which is no sample of the policy")
-                return completions
-            except EngineLostError as error:
-                self._lose(engine, str(error))
             except RunError as error:
-                if await engine.healthy():
+                if not await self._lose_if_broken(engine, error):
                     raise
-                self._lose(engine, str(error))
+                continue
             finally:
                 self._load[engine.name] -= cost
+            aborted = sum(completion.finish_reason == "abort" for completion in completions)
+            if not aborted:
+                return completions
+            if self._config.weight_sync.pause_mode != "abort" or self._loads == loads:
+                raise RunError(f"{engine.name} aborted an answer, which is no sample of the policy")
+            self._aborted += aborted
 
     async def update_weights(self, handle: Mapping[str, Any], version: int) -> dict[str, float]:
         """Bring policy ``version`` to all engines at the same time; metrics ``sync/*``, the slowest engine's.
 
-        An engine that did not take it whole gets no more requests until a later update succeeds. Raises RunError if
-        none took it.
+        An engine that does not take it gets no more requests; it is ``behind`` until `reload`, or a later update,
+        succeeds.
         """
-        outcomes = await asyncio.gather(*(self._update(engine, handle, version) for engine in self.engines))
-        updates = [outcome for outcome in outcomes if outcome is not None]
-        if not updates:
-            raise RunError(f"no engine took policy version {version}: {self._losses()}")
-        self._version, self._requests = version, 0
-        return {
-            "sync/engine_s": max(update.seconds for update in updates),
-            "sync/pause_s": max(update.pause_seconds for update in updates),
-            "sync/verify_s": max(update.verify_seconds for update in updates),
-            "sync/bytes": float(updates[0].bytes),
-            "sync/tensors": float(updates[0].tensors),
-            "sync/failed_engines": float(len(self.engines) - len(updates)),
-        }
+        self._policy, self._requests = (handle, version), 0
+        self._updates = {}
+        await self._bring([engine for engine in self.engines if engine.name not in self._restarts])
+        self._failed = {engine.name for engine in self.engines} - self._updates.keys()
+        aborted, self._aborted = self._aborted, 0
+        return self._metrics() | {"sync/aborted_requests": float(aborted)}
+
+    async def reload(self, handle: Mapping[str, Any], version: int) -> dict[str, float]:
+        """Bring the same version, published whole, to the engines that are ``behind``; metrics of the sync so far."""
+        self._policy = (handle, version)
+        await self._bring(self.behind)
+        return self._metrics()
+
+    @property
+    def behind(self) -> list[Engine]:
+        """Engines that live and do not hold the newest policy."""
+        late = [engine for engine in self.engines if engine.name not in self._updates]
+        return [engine for engine in late if engine.name not in self._restarts]
+
+    async def require_engine(self) -> None:
+        """Return once an engine serves; wait for those that are being started. Raises RunError if none is left."""
+        while not self._serving():
+            if not self._restarts:
+                raise RunError(f"no engine is left: {self._losses()}")
+            await asyncio.wait(self._restarts.values(), return_when=asyncio.FIRST_COMPLETED)
 
     async def weight_checksums(self) -> dict[str, dict[str, str]]:
         """The engines' checksums of their live weights: engine name -> parameter -> checksum."""
@@ -134,22 +163,77 @@ class Fleet:
 
     async def close(self) -> None:
         """End all engines."""
+        restarts = list(self._restarts.values())
+        for restart in restarts:
+            restart.cancel()
+        await asyncio.gather(*restarts, return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
 
-    async def _update(self, engine: Engine, handle: Mapping[str, Any], version: int) -> WeightUpdate | None:
-        try:
-            update = await engine.update_weights(handle, version)
-        except RunError as error:
-            self._lose(engine, str(error))
-            return None
-        self.lost.pop(engine.name, None)
-        return update
+    async def _bring(self, engines: Sequence[Engine]) -> None:
+        await asyncio.gather(*(self._update(engine) for engine in engines))
 
-    def _next_seed(self) -> int:
-        text = f"{self._seed} {self._version} {self._requests}"
-        self._requests += 1
-        # Below 2**62, so that adding a sample's number stays within SGLang's signed 64 bits.
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
+    async def _update(self, engine: Engine) -> None:
+        try:
+            update = await self._take(engine)
+        except UpdateRefusedError as error:
+            self._lose(engine, str(error))
+        except RunError as error:
+            if not await self._lose_if_broken(engine, error):
+                self._lose(engine, str(error))
+        else:
+            self._updates[engine.name] = update
+            self.lost.pop(engine.name, None)
+
+    async def _take(self, engine: Engine) -> WeightUpdate:
+        """Have an engine take the newest policy."""
+        staged = await engine.stage(*self._policy)
+        self._loads += 1
+        return await engine.load(staged)
+
+    def _metrics(self) -> dict[str, float]:
+        updates = list(self._updates.values())
+        verify = self._config.weight_sync.verify
+        return {
+            "sync/receive_s": max((update.stage_seconds for update in updates), default=0.0),
+            "sync/pause_s": max((update.pause_seconds for update in updates), default=0.0),
+            "sync/bytes": float(max((update.bytes for update in updates), default=0)),
+            "sync/verified_tensors": float(max((update.tensors for update in updates), default=0) if verify else 0),
+            "sync/failed_engines": float(len(self._failed)),
+            "sync/reloaded_engines": float(len(self._failed & self._updates.keys())),
+        }
+
+    async def _lose_if_broken(self, engine: Engine, error: RunError) -> bool:
+        """Whether an error means that an engine cannot be used. If it is dead or hangs, it is started anew."""
+        dead = await engine.failure() is not None
+        lost = dead or isinstance(error, EngineLostError)
+        if not lost:
+            lost = dead = not await engine.healthy()
+        if lost:
+            self._lose(engine, str(error))
+        if dead and engine.name not in self._restarts:
+            task = self._restarts[engine.name] = asyncio.create_task(self._restart(engine))
+            task.add_done_callback(lambda _: self._restarts.pop(engine.name))
+        return lost
+
+    async def _restart(self, engine: Engine) -> None:
+        """Start an engine anew and have it take the newest policy."""
+        try:
+            await engine.restart()
+            policy = None
+            while policy is not self._policy:
+                policy = self._policy
+                try:
+                    self._updates[engine.name] = await self._take(engine)
+                except UpdateRefusedError:
+                    if policy is self._policy:
+                        raise
+                    # else a newer one replaced it meanwhile
+        except (RunError, UserError) as error:
+            self.lost[engine.name] = str(error)
+            log.warning("%s could not be started anew: %s", engine.name, error)
+        else:
+            self.lost.pop(engine.name)
+            log.warning("%s was started anew and serves again", engine.name)
 
     def _lose(self, engine: Engine, reason: str) -> None:
         if engine.name in self.lost:
@@ -158,13 +242,17 @@ class Fleet:
         log.warning("%s gets no more requests until it has taken a new policy: %s", engine.name, reason)
 
     def _serving(self) -> list[Engine]:
-        serving = [engine for engine in self.engines if engine.name not in self.lost]
-        if not serving:
-            raise RunError(f"no engine is left: {self._losses()}")
-        return serving
+        return [engine for engine in self.engines if engine.name not in self.lost]
 
     def _least_busy(self) -> Engine:
         return min(self._serving(), key=lambda engine: self._load[engine.name])
 
     def _losses(self) -> str:
         return "; ".join(self.lost[engine.name] for engine in self.engines if engine.name in self.lost)
+
+    def _next_seed(self) -> int:
+        version = self._policy[1] if self._policy else 0
+        text = f"{self._config.seed} {version} {self._requests}"
+        self._requests += 1
+        # Below 2**62, so that adding a sample's number stays within SGLang's signed 64 bits.
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2

@@ -56,9 +56,10 @@ def server_arguments(options: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def last_words(log: Path) -> str:
-    """The line of a log that says best why its process ended: the last error, else the last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+def last_words(log: Path, start: int = 0) -> str:
+    """The line of a log, from byte ``start`` on, that says best why its process ended: the last error, else the last."""
+    text = log.read_bytes()[start:].decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR_LINE.match(line)]
     return (errors or lines or ["nothing was logged"])[-1]
 
@@ -66,7 +67,7 @@ def last_words(log: Path) -> str:
 class ServerProcess:
     """`rl_tpu.rollout.server` with the given SGLang options, in a session of its own.
 
-    It ends when this object is closed or this process ends. All output goes to ``log``.
+    It ends when this object is closed or this process ends. All output is appended to ``log``.
     """
 
     def __init__(self, name: str, host: str, options: Mapping[str, Any], environment: Mapping[str, str], log: Path):
@@ -77,7 +78,8 @@ class ServerProcess:
         arguments = server_arguments({**options, "host": host, "port": port})
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "rl_tpu.rollout.server", *arguments]
-        with log.open("wb") as output:
+        with log.open("ab") as output:
+            self._log_start = output.tell()
             output.write(f"$ {' '.join(command)}\n".encode())
             output.flush()
             self._process = subprocess.Popen(
@@ -114,7 +116,7 @@ class ServerProcess:
         code = self._process.poll()
         if code is None:
             return None
-        return f"{self.name} ended with exit code {code}: {last_words(self.log)} (log: {self.log})"
+        return f"{self.name} ended with exit code {code}: {last_words(self.log, self._log_start)} (log: {self.log})"
 
     def close(self) -> None:
         """End the server and everything it started."""

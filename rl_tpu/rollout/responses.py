@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_tpu.errors import RunError, UserError
-from rl_tpu.rollout.engine import WeightUpdate
 from rl_tpu.types import Completion, SamplingParams, VersionSpan
 
 SUPPORT_TOKENS = 4096
@@ -91,14 +90,7 @@ def parse_json(engine: str, path: str, status: int, text: str) -> Any:
     raise RunError(f"{engine} refused {path}: {message}")
 
 
-def parse_update(answer: dict[str, Any], version: int, seconds: float, pause_seconds: float) -> WeightUpdate:
-    """The report that `weight_loader` put into the answer's message; SGLang appends words of its own."""
+def parse_report(answer: dict[str, Any]) -> dict[str, Any]:
+    """The JSON that `weight_loader` put into the answer's message; SGLang may append words of its own."""
     report, _ = json.JSONDecoder().raw_decode(answer["message"])
-    return WeightUpdate(
-        version=version,
-        seconds=seconds,
-        pause_seconds=pause_seconds,
-        verify_seconds=report["verify_seconds"],
-        tensors=report["tensors"],
-        bytes=report["bytes"],
-    )
+    return report

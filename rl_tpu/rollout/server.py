@@ -35,9 +35,10 @@ def prepare() -> None:
     """What every process of the server needs before it imports SGLang."""
     if sglang_cpu.chosen():
         sglang_cpu.prepare_process()
-    from rl_tpu.rollout import weight_loader
+    from rl_tpu.rollout import prefix_cache, weight_loader
 
-    weight_loader.register_hook()
+    prefix_cache.register_hooks()
+    weight_loader.register_hooks()
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,10 @@ from rl_tpu.config.schema import RunConfig
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.actor import ServerActor
 from rl_tpu.rollout.arguments import server_environment, server_options
-from rl_tpu.rollout.engine import EngineLostError, WeightUpdate
-from rl_tpu.rollout.responses import parse_completion, parse_json, parse_update, request_body
-from rl_tpu.rollout.weight_loader import LOADER, encode_request
+from rl_tpu.rollout.checksums import on_rank
+from rl_tpu.rollout.engine import EngineLostError, UpdateRefusedError, WeightUpdate
+from rl_tpu.rollout.responses import parse_completion, parse_json, parse_report, request_body
+from rl_tpu.rollout.weight_loader import LOADER, NOTHING_LOADED, load_payload, stage_action, staged_action
 from rl_tpu.types import Completion, SamplingParams
 
 CONTROL_TIMEOUT_S = 30.0
@@ -27,6 +29,8 @@ CONTROL_TIMEOUT_S = 30.0
 SHARED_PROMPT_TOKENS = 16
 """A prompt this long is read once before its n samples are asked for, which then find it in the prefix cache. (SGLang's
 own ``n`` does the same, but gives all n samples one seed.)"""
+POLL_S = 0.02
+"""Between two questions whether a version is staged."""
 CLEANUP_TIMEOUT_S = 10.0
 """Deadline of each request that ends an update."""
 KEEP_ALIVE_S = 3.0
@@ -37,19 +41,28 @@ class SGLangEngine:
     """The driver's side of one engine. Create with `start`."""
 
     def __init__(
-        self, name: str, url: str, actor: Any, config: RunConfig, vocabulary: int, seeded: bool, log: Path
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        run_dir: Path,
+        index: int,
+        actor_options: Mapping[str, Any],
+        chips: Sequence[int] = (),
     ) -> None:
-        self.name = name
-        self.url = url
-        self.log = log
-        self._actor = actor
+        self.name = f"engine {index}"
+        self.log = run_dir / "logs" / f"engine-{index}.log"
+        self.url = ""
         self._config = config
-        self._vocabulary = vocabulary
-        self._seeded = seeded
+        self._vocabulary = vocabulary_size(model_dir)
+        self._options = server_options(config, model_dir, index)
+        self._environment = server_environment(config, model_dir, chips)
+        self._actor_options = actor_options
+        self._actor: Any = None
+        self._starts = 0
         self._session: aiohttp.ClientSession | None = None
         self._updating = asyncio.Lock()
-        self._failed_updates: list[str] = []
-        """Why each of them failed."""
+        self._broken_loads: list[str] = []
+        """Why each of them broke off."""
 
     @classmethod
     async def start(
@@ -67,67 +80,83 @@ class SGLangEngine:
             UserError: the model cannot be read, or SGLang does not know one of rollout.server_options.
             RunError: it did not start; nothing is left running.
         """
-        name, log = f"engine {index}", run_dir / "logs" / f"engine-{index}.log"
-        vocabulary = vocabulary_size(model_dir)
-        options = server_options(config, model_dir, index)
-        environment = server_environment(config, model_dir, chips)
-        # Concurrent calls: `failure` and `close` must be answered while `start` waits.
-        remote = ray.remote(ServerActor).options(max_concurrency=4, max_restarts=0, **actor_options)
-        actor = remote.remote(name, options, environment, log, ray.util.get_node_ip_address())
-        timeout_s = config.rollout.start_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s + CONTROL_TIMEOUT_S):
-                url = await actor.start.remote(timeout_s)
-        except BaseException as error:
-            ray.kill(actor)  # and with it a server that is still starting
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, UserError | RunError):
-                raise type(cause)(str(cause)) from None
-            if isinstance(error, ray.exceptions.RayError | TimeoutError):
-                raise RunError(f"{name} did not start: {_one_line(error)} (log: {log})") from None
-            raise
-        seeded = bool(options.get("enable_deterministic_inference"))
-        return cls(name, url, actor, config, vocabulary, seeded, log)
+        engine = cls(config, model_dir, run_dir, index, actor_options, chips)
+        await engine._launch()
+        return engine
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
-        body = request_body(prompt_ids, params, n, self._vocabulary, self._seeded)
+        seeded = bool(self._options.get("enable_deterministic_inference"))
+        body = request_body(prompt_ids, params, n, self._vocabulary, seeded)
         timeout_s = self._config.rollout.request_timeout_s
-        failed_updates = len(self._failed_updates)
+        broken_loads = len(self._broken_loads)
         if n > 1 and len(prompt_ids) >= SHARED_PROMPT_TOKENS:
             read_only = {"input_ids": list(prompt_ids), "sampling_params": {"max_new_tokens": 0}}
             await self._post("/generate", read_only, timeout_s, retry=True)
         answer = await self._post("/generate", body, timeout_s, retry=True)
-        if len(self._failed_updates) > failed_updates:
-            raise EngineLostError(f"{self.name} dropped its requests: {self._failed_updates[failed_updates]}")
+        if len(self._broken_loads) > broken_loads:
+            raise EngineLostError(f"{self.name} dropped its requests: {self._broken_loads[broken_loads]}")
         return [parse_completion(item) for item in answer]
 
-    async def update_weights(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
+    async def stage(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
         sync = self._config.weight_sync
-        payload = encode_request(handle, sync.transport, sync.verify)
+        start = time.perf_counter()
+        try:
+            async with asyncio.timeout(sync.timeout_s):
+                await self._command(stage_action(handle, version, sync.transport, sync.verify))
+                while not (report := await self._command(staged_action(version)))["staged"]:
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise UpdateRefusedError(
+                f"{self.name} did not receive policy version {version} within weight_sync.timeout_s"
+                f" {sync.timeout_s:g} s (log: {self.log})"
+            ) from None
+        return WeightUpdate(version, report["tensors"], report["bytes"], time.perf_counter() - start)
+
+    async def load(self, staged: WeightUpdate) -> WeightUpdate:
+        timeout_s = self._config.weight_sync.timeout_s
         body = {
-            "serialized_named_tensors": [payload] * self._config.rollout.tensor_parallel,
+            "serialized_named_tensors": [load_payload(staged.version)] * self._config.rollout.tensor_parallel,
             "load_format": LOADER,
-            "weight_version": str(version),
-            "flush_cache": True,
+            "weight_version": str(staged.version),
+            # Samples that keep their entries pin the cache; `prefix_cache` keeps new ones away from them.
+            "flush_cache": self._config.weight_sync.pause_mode != "in_place",
         }
         async with self._updating:
             start = time.perf_counter()
             try:
-                async with asyncio.timeout(sync.timeout_s), self._paused():
-                    paused = time.perf_counter()
-                    answer = await self._post("/update_weights_from_tensor", body, sync.timeout_s)
+                async with asyncio.timeout(timeout_s), self._paused():
+                    await self._post("/update_weights_from_tensor", body, timeout_s)
             except TimeoutError:
-                raise RunError(
-                    f"{self.name} did not take policy version {version} within weight_sync.timeout_s"
-                    f" {sync.timeout_s:g} s (log: {self.log})"
+                raise EngineLostError(
+                    f"{self.name} did not load policy version {staged.version} within weight_sync.timeout_s"
+                    f" {timeout_s:g} s (log: {self.log})"
                 ) from None
-            end = time.perf_counter()
-        return parse_update(answer, version, seconds=end - start, pause_seconds=end - paused)
+            except RunError as error:
+                if NOTHING_LOADED in str(error):
+                    raise UpdateRefusedError(str(error)) from None
+                raise EngineLostError(str(error)) from None
+        return dataclasses.replace(staged, pause_seconds=time.perf_counter() - start)
+
+    async def update_weights(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
+        """Both halves of an update."""
+        return await self.load(await self.stage(handle, version))
+
+    async def restart(self) -> None:
+        await self._end()
+        await self._launch()
+
+    async def failure(self) -> str | None:
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                return await self._actor.failure.remote()
+        except (ray.exceptions.RayError, TimeoutError):
+            return f"{self.name} is gone: its Ray actor died (log: {self.log})"
 
     async def weight_checksums(self) -> dict[str, str]:
         request = {"action": "checksum"}
         answer = await self._post("/weights_checker", request, self._config.weight_sync.timeout_s, retry=True)
-        return {name: value for rank in answer["ranks"] for name, value in rank["checksums"].items()}
+        ranks = [rank["checksums"] for rank in answer["ranks"]]
+        return {on_rank(name, i, len(ranks)): value for i, held in enumerate(ranks) for name, value in held.items()}
 
     async def healthy(self) -> bool:
         timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
@@ -140,27 +169,64 @@ class SGLangEngine:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+        await self._end()
+
+    async def _launch(self) -> None:
+        # Concurrent calls: `failure` and `close` must be answered while `start` waits.
+        remote = ray.remote(ServerActor).options(max_concurrency=4, max_restarts=0, **self._actor_options)
+        driver = ray.util.get_node_ip_address()
+        actor = self._actor = remote.remote(self.name, self._options, self._environment, self.log, driver)
+        self._starts += 1
+        timeout_s = self._config.rollout.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s + CONTROL_TIMEOUT_S):
+                self.url = await actor.start.remote(timeout_s)
+        except BaseException as error:
+            ray.kill(actor)  # and with it a server that is still starting
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, UserError | RunError):
+                raise type(cause)(str(cause)) from None
+            if isinstance(error, ray.exceptions.RayError | TimeoutError):
+                raise RunError(f"{self.name} did not start: {_one_line(error)} (log: {self.log})") from None
+            raise
+
+    async def _end(self) -> None:
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # a dead actor's server is gone already
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
                 await self._actor.close.remote()
         ray.kill(self._actor)
 
+    async def _command(self, action: str) -> dict[str, Any]:
+        """Have `weight_loader` do something on all ranks; its report. Raises UpdateRefusedError."""
+        try:
+            return parse_report(await self._post("/weights_checker", {"action": action}, CONTROL_TIMEOUT_S, retry=True))
+        except EngineLostError:
+            raise
+        except RunError as error:
+            raise UpdateRefusedError(str(error)) from None
+
     @contextlib.asynccontextmanager
     async def _paused(self):
-        """A weight update session. Requests in flight give up their cache, wait, and go on under the new weights.
+        """Generation stands still and a weight update session is open.
 
-        If the update fails they are dropped: no token may come from weights that are no policy.
+        Where a load broke off, samples in flight are dropped: no token may come from weights that are no policy.
         """
-        await self._post("/pause_generation", {"mode": "retract"}, CONTROL_TIMEOUT_S)
+        mode = self._config.weight_sync.pause_mode
+        await self._post(
+            "/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"}, CONTROL_TIMEOUT_S
+        )
         try:
+            if mode == "abort":
+                await self._post("/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
             await self._post("/begin_weight_update", {}, CONTROL_TIMEOUT_S)
             try:
                 yield
             finally:
                 await self._post("/end_weight_update", {}, CLEANUP_TIMEOUT_S)
         except BaseException as error:
-            self._failed_updates.append(_one_line(error))
-            await self._post("/abort_request", {"abort_all": True}, CLEANUP_TIMEOUT_S)
+            if NOTHING_LOADED not in str(error):
+                self._broken_loads.append(_one_line(error))
+                await self._post("/abort_request", {"abort_all": True}, CLEANUP_TIMEOUT_S)
             raise
         finally:
             await self._post("/continue_generation", {}, CLEANUP_TIMEOUT_S)
@@ -170,14 +236,14 @@ class SGLangEngine:
 
         Raises EngineLostError where SGLang is gone, RunError where it refuses the request or does not answer.
         """
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        timeout, starts = aiohttp.ClientTimeout(total=timeout_s), self._starts
         try:
             async with self._http().post(self.url + path, json=body, timeout=timeout) as response:
                 status, text = response.status, await response.text()
         except TimeoutError:
             raise RunError(f"{self.name} did not answer {path} within {timeout_s:g} s (log: {self.log})") from None
         except (aiohttp.ClientError, OSError) as error:
-            failure = await self._failure()
+            failure = await self._failure_soon(starts)
             if failure is None and retry:
                 return await self._post(path, body, timeout_s)
             if failure is not None:
@@ -185,16 +251,14 @@ class SGLangEngine:
             raise RunError(f"{self.name} broke off {path}: {_one_line(error)} (log: {self.log})") from None
         return parse_json(self.name, path, status, text)
 
-    async def _failure(self) -> str | None:
-        """Why the server is gone; None if it still runs a second after a connection broke."""
-        try:
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                for _ in range(10):
-                    if failure := await self._actor.failure.remote():
-                        return failure
-                    await asyncio.sleep(0.1)
-        except (ray.exceptions.RayError, TimeoutError):
-            return f"{self.name} is gone: its Ray actor died (log: {self.log})"
+    async def _failure_soon(self, starts: int) -> str | None:
+        """Why the server of that start is gone; None if it still runs a second after a connection broke."""
+        for _ in range(10):
+            if self._starts > starts:
+                return f"{self.name} was started anew"
+            if failure := await self.failure():
+                return failure
+            await asyncio.sleep(0.1)
         return None
 
     def _http(self) -> aiohttp.ClientSession:

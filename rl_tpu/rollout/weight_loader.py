@@ -1,25 +1,44 @@
-"""How an engine takes a new policy from weight_sync: SGLang's ``--custom-weight-loader``, run in its scheduler processes.
+"""How an engine takes a new policy from weight_sync: our part of SGLang's scheduler processes.
 
-The update request carries no weights, only the sender's handle. Every tensor-parallel rank receives the tensors itself
-and verifies them; when all ranks have, SGLang's own ``load_weights`` copies them into the model (it knows how q, k and v
-or gate and up are fused and how weights are split over ranks).
+The driver makes three requests, and every tensor-parallel rank runs each of them at the same point of its schedule:
+
+* ``stage``: begin to receive and verify a version, in a thread, while the engine goes on generating;
+* ``staged``: whether all ranks have it, or why one does not;
+* ``load``: copy what is staged into the model. Only this one needs a pause. SGLang's own ``load_weights`` does it, which
+  knows how q, k and v or gate and up are fused and how weights are split over ranks.
+
+None of them carries weights. SGLang 0.5.23 runs one kind of request on all ranks without waiting for running samples to
+end: ``/weights_checker``. The first two travel as actions of it, the third as a custom weight loader of
+``/update_weights_from_tensor``.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 
+from rl_tpu.rollout.prefix_cache import open_name_space
 from weight_sync import Received, Receiver, open_receiver
 
 LOADER = "rl_tpu.rollout.weight_loader.load"
 """Import path of `load`, as SGLang's arguments and requests name it."""
+ACTION = "weight_sync "
+"""Begins the actions of /weights_checker that are meant for us; JSON follows."""
+NOTHING_LOADED = "nothing was loaded"
+"""In the message of a refusal: the engine holds what it held."""
+MIXTURE = "its weights are a mixture now"
+"""In the message of a load that broke off."""
+NICENESS = 10
+"""Of the staging thread: where cores are few, generating goes first."""
 
 T = TypeVar("T")
 
@@ -28,83 +47,178 @@ class WeightLoadError(Exception):
     """A version was not taken over; the message says why and what the engine holds now."""
 
 
-def encode_request(handle: Mapping[str, Any], transport: str, verify: bool) -> str:
-    """The request's payload: SGLang wants pickled (name, tensor) pairs, so the handle's JSON travels as bytes of one."""
-    text = json.dumps({"handle": dict(handle), "transport": transport, "verify": verify})
-    pairs = [("handle", torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))]
-    return base64.b64encode(pickle.dumps(pairs)).decode()
+def stage_action(handle: Mapping[str, Any], version: int, transport: str, verify: bool) -> str:
+    """The action that begins to stage what ``handle`` describes."""
+    return ACTION + json.dumps(
+        {"stage": version, "handle": dict(handle), "transport": transport, "verify": verify}, separators=(",", ":")
+    )
 
 
-_receivers: dict[tuple[str, bool], Receiver] = {}
-_covered: set[tuple] = set()
+def staged_action(version: int) -> str:
+    """The action that asks whether a version is staged."""
+    return ACTION + json.dumps({"staged": version})
+
+
+def load_payload(version: int) -> str:
+    """The load request's tensors. SGLang wants pickled (name, tensor) pairs."""
+    return base64.b64encode(pickle.dumps([("version", torch.tensor(version))])).decode()
+
+
+def _step_back() -> None:
+    """Lower the priority of this thread and of those it starts (on Linux both have priorities of their own)."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+class Stage:
+    """What this process has received of the next version, or is receiving. One version at a time."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "weight-staging", initializer=_step_back)
+        self._receivers: dict[tuple[str, bool], Receiver] = {}
+        self._covered: set[tuple] = set()
+        self._version: int | None = None
+        self._future: Future[Received] | None = None
+
+    def begin(self, model: torch.nn.Module, request: Mapping[str, Any]) -> None:
+        """Start receiving and verifying; what was staged before is dropped."""
+        self._version, self._future = request["stage"], self._thread.submit(self._receive, model, request)
+
+    def done(self, version: int) -> bool:
+        """Whether receiving has ended, well or not."""
+        return self._of(version).done()
+
+    def received(self, version: int) -> Received:
+        """What was staged, if it is whole still. Raises what went wrong."""
+        future = self._of(version)
+        if not future.done():
+            raise WeightLoadError(f"version {version} is still being received")
+        received = future.result()
+        received.check()
+        return received
+
+    def clear(self) -> None:
+        self._version = self._future = None
+
+    def _of(self, version: int) -> Future[Received]:
+        if self._future is None or self._version != version:
+            raise WeightLoadError(f"version {version} is not staged")
+        return self._future
+
+    def _receive(self, model: torch.nn.Module, request: Mapping[str, Any]) -> Received:
+        from rl_tpu.rollout.coverage import check_coverage, check_tied
+
+        start = time.perf_counter()
+        key = request["transport"], request["verify"]
+        if key not in self._receivers:
+            self._receivers[key] = open_receiver(request["transport"], verify=request["verify"])
+        received = self._receivers[key].receive(request["handle"])
+        layout = tuple((entry.name, entry.shape) for entry in received.manifest.tensors)
+        if layout not in self._covered:
+            check_coverage(model, received.manifest)
+            self._covered.add(layout)
+        check_tied(model, received.tensors)
+        received.stats["stage_s"] = time.perf_counter() - start
+        return received
+
+
+_stage = Stage()
 _report: dict[str, float] = {}
 
 
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Take over the version that the request's handle describes. Raises WeightLoadError on all ranks or on none."""
-    request = json.loads(named_tensors[0][1].cpu().numpy().tobytes())
+    """Copy the staged version into the model. Raises WeightLoadError on all ranks or on none."""
+    version = int(named_tensors[0][1])
+    received = _on_all_ranks(lambda: _stage.received(version), NOTHING_LOADED)
     start = time.perf_counter()
-    received = _on_all_ranks(lambda: _receive(model, request), "nothing was loaded")
-    verified = time.perf_counter()
 
     def copy() -> None:
         with received:
             model.load_weights(iter(received.tensors.items()))
 
-    _on_all_ranks(copy, "its weights are a mixture now")
-    _report.update(
-        tensors=len(received.manifest.tensors),
-        bytes=sum(entry.nbytes for entry in received.manifest.tensors),
-        verify_seconds=verified - start,
-        load_seconds=time.perf_counter() - verified,
-    )
+    try:
+        _on_all_ranks(copy, MIXTURE)
+    finally:
+        _stage.clear()
+    _report["load_s"] = time.perf_counter() - start
 
 
-def _receive(model: torch.nn.Module, request: dict[str, Any]) -> Received:
-    from rl_tpu.rollout.coverage import check_coverage, check_tied
-
-    key = request["transport"], request["verify"]
-    if key not in _receivers:
-        _receivers[key] = open_receiver(request["transport"], verify=request["verify"])
-    received = _receivers[key].receive(request["handle"])
-    layout = tuple((entry.name, entry.shape) for entry in received.manifest.tensors)
-    if layout not in _covered:
-        check_coverage(model, received.manifest)
-        _covered.add(layout)
-    check_tied(model, received.tensors)
-    return received
+def _staged(version: int) -> dict[str, Any]:
+    """Whether all ranks have received a version, with the first rank's report. Raises WeightLoadError on all ranks."""
+    if not all(_from_all_ranks(_stage.done(version))):
+        return {"staged": False}
+    received = _on_all_ranks(lambda: _stage.received(version), NOTHING_LOADED)
+    entries = received.manifest.tensors
+    return {
+        "staged": True,
+        "tensors": len(entries),
+        "bytes": sum(entry.nbytes for entry in entries),
+        "stage_s": received.stats["stage_s"],
+    }
 
 
 def _on_all_ranks(work: Callable[[], T], state: str) -> T:
     """Do the work on every tensor-parallel rank; if it failed on any, fail on all."""
-    from sglang.srt.runtime_context import get_parallel
-
     result, error = None, None
     try:
         result = work()
     except Exception as caught:
         error = f"{caught} ({type(caught).__name__}; {state})"
-    parallel = get_parallel()
-    errors = [error] * parallel.tp_size
-    if parallel.tp_size > 1:
-        torch.distributed.all_gather_object(errors, error, group=parallel.tp_group.cpu_group)
+    errors = _from_all_ranks(error)
     for rank, said in enumerate(errors):
         if said is not None:
-            raise WeightLoadError(f"rank {rank}: {said}" if parallel.tp_size > 1 else said)
+            raise WeightLoadError(f"rank {rank}: {said}" if len(errors) > 1 else said)
     return result
 
 
-def register_hook() -> None:
-    """Let `load` answer with a message. SGLang 0.5.23 lets a loader's error end its scheduler and drops its result."""
+def _from_all_ranks(mine: T) -> list[T]:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    everyone = [mine] * parallel.tp_size
+    if parallel.tp_size > 1:
+        torch.distributed.all_gather_object(everyone, mine, group=parallel.tp_group.cpu_group)
+    return everyone
+
+
+def register_hooks() -> None:
+    """Put our requests into SGLang's scheduler; called in each of its processes before it starts.
+
+    SGLang lets a loader's error end its scheduler and drops a loader's result, so `load` is wrapped as well.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-    HookRegistry.register(f"{updater}.update_weights_from_tensor", _answer, HookType.AROUND)
+    manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    HookRegistry.register(f"{manager}.check_weights", _check_weights, HookType.AROUND)
+    HookRegistry.register(f"{manager}.update_weights_from_tensor", _update_weights, HookType.AROUND)
 
 
-def _answer(update: Callable[..., tuple[bool, str]], *args: Any, **options: Any) -> tuple[bool, str]:
+def _check_weights(check_weights: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if not request.action.startswith(ACTION):
+        return check_weights(manager, request)
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput
+
+    command = json.loads(request.action.removeprefix(ACTION))
     try:
-        success, message = update(*args, **options)
+        if "stage" in command:
+            _stage.begin(manager.tp_worker.model_runner.model, command)
+            answer = {}
+        else:
+            answer = _staged(command["staged"])
     except WeightLoadError as error:
-        return False, str(error)
-    return success, json.dumps(_report) if options.get("load_format") == LOADER else message
+        return CheckWeightsReqOutput(success=False, message=str(error))
+    return CheckWeightsReqOutput(success=True, message=json.dumps(answer))
+
+
+def _update_weights(update_weights: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if request.load_format != LOADER:
+        return update_weights(manager, request)
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
+
+    try:
+        answer = update_weights(manager, request)
+    except WeightLoadError as error:
+        return UpdateWeightsFromTensorReqOutput(success=False, message=str(error))
+    if not answer.success:
+        return answer
+    open_name_space(manager.scheduler)
+    return UpdateWeightsFromTensorReqOutput(success=True, message=json.dumps(_report))

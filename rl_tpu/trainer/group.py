@@ -33,8 +33,6 @@ class TrainerGroup:
         self._logs = logs
         self._places: list[Place] = []
         self._broken: str | None = None
-        self.publish_metrics: dict[str, float] = {}
-        """Of the last `publish`, by the slowest rank: `sync/stage_s`, `sync/stage_gb_per_s` (10^9 bytes)."""
 
     @classmethod
     async def start(
@@ -80,13 +78,18 @@ class TrainerGroup:
         parts = await self._all("logprobs", ray.put(arrays_of(batch)))
         return torch.cat([torch.from_numpy(part.copy()) for part in parts])
 
-    async def publish(self, version: int) -> dict[str, Any]:
-        """Publish the present policy as `version`; the handle that engines receive it by."""
-        results = await self._all("publish", version, timeout_s=self._config.weight_sync.timeout_s)
-        seconds = max(stats["total_s"] for _, stats in results)
-        gigabytes = results[0][1]["total_bytes"] / 1e9
-        self.publish_metrics = {"sync/stage_s": seconds, "sync/stage_gb_per_s": gigabytes / seconds}
-        return results[0][0]
+    async def publish(self, version: int, whole: bool = False) -> tuple[dict[str, Any], dict[str, float]]:
+        """Publish the present policy as `version`: the handle that engines receive it by, and metrics.
+
+        `sync/publish_s` is the slowest rank's; `sync/wire_bytes`, where the transport says it, what all ranks sent.
+        With `whole` engines can take it that hold no earlier version.
+        """
+        results = await self._all("publish", version, whole, timeout_s=self._config.weight_sync.timeout_s)
+        stats = [stats for _, stats in results]
+        metrics = {"sync/publish_s": max(rank["total_s"] for rank in stats)}
+        if all("wire_bytes" in rank for rank in stats):
+            metrics["sync/wire_bytes"] = float(sum(rank["wire_bytes"] for rank in stats))
+        return results[0][0], metrics
 
     async def full_tensors(self) -> dict[str, torch.Tensor]:
         """The whole present policy in Hugging Face's names and the engine's dtype, as the engines should hold it."""

@@ -97,6 +97,7 @@ class TrainerRank:
             world_size=ranks,
             group=dist.new_group(backend="gloo", timeout=timeout) if ranks > 1 else None,
             hashes=config.weight_sync.verify,
+            **config.weight_sync.options,
         )
 
     def update(self, minibatches: list[Arrays]) -> list[dict[str, float]]:
@@ -107,9 +108,9 @@ class TrainerRank:
         """Log-probabilities of this rank's rows, [R / ranks, L] float32."""
         return self._trainer.logprobs(_batch(batch)).numpy()
 
-    def publish(self, version: int) -> tuple[dict[str, Any], dict[str, float]]:
+    def publish(self, version: int, whole: bool) -> tuple[dict[str, Any], dict[str, float]]:
         """Handle of the policy, published as `version`, and this rank's times and bytes of publishing it."""
-        return self._sender.publish(version, self._trainer.shards(self._engine_dtype)), self._sender.stats
+        return self._sender.publish(version, self._trainer.shards(self._engine_dtype), whole), self._sender.stats
 
     def full_tensors(self) -> dict[str, torch.Tensor]:
         """The policy as the engines should hold it, on rank 0; elsewhere empty."""

@@ -33,6 +33,11 @@ def publish(run_id):
     sender.close()
 
 
+async def restarted(fleet) -> None:
+    while fleet.lost:
+        await asyncio.sleep(0.1)
+
+
 async def requests(fleet, count, tokens=16, n=2):
     return await asyncio.gather(*(fleet.generate([*PROMPT, i], SamplingParams(tokens), n) for i in range(count)))
 
@@ -69,10 +74,10 @@ def test_an_update_reaches_all_engines(fleet, run, publish, policy):
     new = changed(weights_of(policy), seed=1)
     assert "lm_head.weight" not in new  # tied: it must follow the embedding
     metrics = run(fleet.update_weights(publish(1, new), 1))
-    assert metrics["sync/tensors"] == len(new)
+    assert metrics["sync/verified_tensors"] == len(new)
     assert metrics["sync/bytes"] == sum(tensor.nbytes for tensor in new.values())
     assert metrics["sync/failed_engines"] == 0
-    assert 0 < metrics["sync/verify_s"] < metrics["sync/pause_s"] < metrics["sync/engine_s"]
+    assert metrics["sync/receive_s"] > 0 < metrics["sync/pause_s"]
     assert run(fleet.check_weights(new)) == 2
     policy.load_state_dict(new, strict=False)
     policy.tie_weights()
@@ -92,8 +97,9 @@ def test_a_tied_output_layer_may_come_along_if_it_is_equal(fleet, run, publish, 
     metrics = run(fleet.update_weights(publish(2, {**new, "lm_head.weight": embedding}), 2))
     assert metrics["sync/failed_engines"] == 0
     assert run(fleet.check_weights({**new, "lm_head.weight": embedding})) == 2
-    with pytest.raises(RunError, match=r"no engine took policy version 3: engine 0 .*lm_head.weight differs from"):
-        run(fleet.update_weights(publish(3, {**new, "lm_head.weight": embedding + 1}), 3))
+    metrics = run(fleet.update_weights(publish(3, {**new, "lm_head.weight": embedding + 1}), 3))
+    assert metrics["sync/failed_engines"] == 2
+    assert "lm_head.weight differs from" in fleet.lost["engine 0"]
     with pytest.raises(RunError, match=r"no engine is left: engine 0 .*; engine 1 refused"):
         run(fleet.generate(PROMPT, SamplingParams(4), 1))
     run(fleet.update_weights(publish(4, new), 4))  # whole again: back in routing
@@ -101,29 +107,36 @@ def test_a_tied_output_layer_may_come_along_if_it_is_equal(fleet, run, publish, 
     assert len(run(fleet.generate(PROMPT, SamplingParams(4), 3))) == 3
 
 
-def test_requests_of_an_engine_that_fails_to_update_go_to_another(fleet, run, publish, policy, monkeypatch):
-    good = publish(4, weights_of(policy))
+def test_an_engine_that_refuses_a_policy_is_reloaded_whole(fleet, run, publish, policy, monkeypatch):
+    """What it has begun it finishes under the old policy; new requests go to the other one until it is back."""
+    run(fleet.update_weights(publish(4, weights_of(policy)), 4))
+    good = publish(5, weights_of(policy))
     damaged = {**good, "manifest_xxh3_128": "0" * 32}
     first = fleet.engines[0]
-    update = first.update_weights
-    monkeypatch.setattr(first, "update_weights", lambda handle, version: update(damaged, version))
+    stage = first.stage
+    monkeypatch.setattr(first, "stage", lambda handle, version: stage(damaged, version))
+    counts = served_by(fleet, monkeypatch)
 
     async def update_in_mid_decode():
         answers = asyncio.create_task(requests(fleet, 6, tokens=300))
         await asyncio.sleep(0.5)
-        metrics = await fleet.update_weights(good, 4)
+        metrics = await fleet.update_weights(good, 5)
+        assert fleet.behind == [first]
+        assert "the manifest in" in fleet.lost["engine 0"]
+        before = counts["engine 0"]
+        await requests(fleet, 3)
+        assert counts["engine 0"] == before
         return metrics, await answers
 
     metrics, results = run(update_in_mid_decode())
-    assert metrics["sync/failed_engines"] == 1
-    assert list(fleet.lost) == ["engine 0"]
-    assert "the manifest in" in fleet.lost["engine 0"]
-    for completion in (c for completions in results for c in completions):
-        assert completion.finish_reason in ("stop", "length")
-        assert completion.spans[-1].version == 4 or completion.finish_reason == "stop"
+    assert (metrics["sync/failed_engines"], metrics["sync/reloaded_engines"]) == (1, 0)
+    last = [c.spans[-1].version for completions in results for c in completions if c.finish_reason == "length"]
+    assert set(last) == {4, 5}
     monkeypatch.undo()
-    run(fleet.update_weights(good, 4))
+    metrics = run(fleet.reload(publish(5, weights_of(policy)), 5))
+    assert (metrics["sync/failed_engines"], metrics["sync/reloaded_engines"]) == (1, 1)
     assert fleet.lost == {}
+    assert fleet.behind == []
 
 
 def test_other_weights_than_the_trainers_are_named(fleet, run, publish, policy):
@@ -171,10 +184,13 @@ def test_an_engine_that_is_killed(fleet, run, publish, policy, caplog):
     assert str(victim.log) in fleet.lost["engine 0"]
     assert "engine 0 gets no more requests" in caplog.text
 
-    metrics = run(fleet.update_weights(publish(8, weights_of(policy)), 8))
+    metrics = run(fleet.update_weights(publish(8, weights_of(policy)), 8))  # while it is being started
     assert metrics["sync/failed_engines"] == 1
-    assert run(fleet.check_weights(weights_of(policy))) == 1
-    assert {span.version for c in run(fleet.generate(PROMPT, SamplingParams(8), 2)) for span in c.spans} == {8}
+    assert fleet.behind == []
+    run(asyncio.wait_for(restarted(fleet), 120))
+    assert run(fleet.check_weights(weights_of(policy))) == 2
+    for engine in fleet.engines:
+        assert {span.version for c in run(engine.generate(PROMPT, SamplingParams(8), 2)) for span in c.spans} == {8}
 
 
 def test_an_actor_that_ray_ends(fleet, run):
@@ -186,5 +202,4 @@ def test_an_actor_that_ray_ends(fleet, run):
     ray.kill(last._actor)
     assert gone(session)
     assert not [file for file in files if file.exists()]
-    with pytest.raises(RunError, match=r"no engine is left: engine 0 .*; engine 1 is gone: its Ray actor died"):
-        run(fleet.generate(PROMPT, SamplingParams(8), 2))
+    assert "its Ray actor died" in run(last.failure())

@@ -6,6 +6,7 @@ import base64
 import json
 import pickle
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -32,67 +33,78 @@ def sender(run_id):
     sender.close()
 
 
-def named_tensors(handle) -> list[tuple[str, torch.Tensor]]:
-    """The request as SGLang unpacks it."""
-    return pickle.loads(base64.b64decode(weight_loader.encode_request(handle, "shared_memory", True)))
-
-
 def weights(value: float) -> list[Shard]:
     return [Shard.whole("a", torch.full((10,), value)), Shard.whole("b", torch.full((3, 3), value))]
 
 
+def stage(handle) -> None:
+    """Stage version 1 and wait for it."""
+    action = weight_loader.stage_action(handle, 1, "shared_memory", verify=True)
+    weight_loader._stage.begin(None, json.loads(action.removeprefix(weight_loader.ACTION)))
+    deadline = time.monotonic() + 30
+    while not weight_loader._stage.done(1):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def load(model, version=1) -> None:
+    """The load request as SGLang unpacks it."""
+    weight_loader.load(model, pickle.loads(base64.b64decode(weight_loader.load_payload(version))))
+
+
+def test_a_staged_version_is_loaded_once(one_rank, sender):
+    loaded = {}
+    model = SimpleNamespace(load_weights=lambda tensors: loaded.update((name, t.clone()) for name, t in tensors))
+    stage(sender.publish(1, weights(1.0)))
+    report = weight_loader._staged(1)
+    assert (report["staged"], report["tensors"], report["bytes"]) == (True, 2, 4 * 19)
+    assert loaded == {}
+    load(model)
+    assert loaded["a"].tolist() == [1.0] * 10
+    with pytest.raises(weight_loader.WeightLoadError, match=r"version 1 is not staged .*nothing was loaded"):
+        load(model)
+
+
+def test_another_version_than_the_staged_one_is_not_loaded(one_rank, sender):
+    stage(sender.publish(1, weights(1.0)))
+    with pytest.raises(weight_loader.WeightLoadError, match=r"version 2 is not staged .*nothing was loaded"):
+        load(SimpleNamespace(load_weights=pytest.fail), version=2)
+
+
+def test_a_version_that_is_overwritten_while_it_waits_is_not_loaded(one_rank, sender):
+    stage(sender.publish(1, weights(1.0)))
+    sender.publish(2, weights(2.0))  # the trainer did not wait
+    with pytest.raises(weight_loader.WeightLoadError, match=r"version 1 is no longer in .*nothing was loaded"):
+        load(SimpleNamespace(load_weights=pytest.fail))
+
+
 def test_a_version_that_is_overwritten_while_it_is_loaded_is_not_served(one_rank, sender):
-    handle = sender.publish(1, weights(1.0))
+    stage(sender.publish(1, weights(1.0)))
 
     def load_weights(tensors):
         next(tensors)
-        sender.publish(2, weights(2.0))  # the trainer did not wait
+        sender.publish(2, weights(2.0))
         list(tensors)
 
     with pytest.raises(
         weight_loader.WeightLoadError, match=r"version 1 is no longer in .*its weights are a mixture now"
     ):
-        weight_loader.load(SimpleNamespace(load_weights=load_weights), named_tensors(handle))
+        load(SimpleNamespace(load_weights=load_weights))
 
 
-def test_a_model_that_cannot_load_is_a_refusal(one_rank, sender):
-    handle = sender.publish(1, weights(1.0))
+def test_a_model_that_cannot_load_is_a_mixture(one_rank, sender):
+    stage(sender.publish(1, weights(1.0)))
 
     def load_weights(tensors):
         raise KeyError("a")
 
     with pytest.raises(weight_loader.WeightLoadError, match=r"'a' \(KeyError; its weights are a mixture now\)"):
-        weight_loader.load(SimpleNamespace(load_weights=load_weights), named_tensors(handle))
-
-
-def test_the_report_travels_in_the_answer(one_rank, sender):
-    loaded = {}
-    model = SimpleNamespace(load_weights=lambda tensors: loaded.update((name, t.clone()) for name, t in tensors))
-
-    def update_weights_from_tensor(named_tensors, load_format):
-        weight_loader.load(model, named_tensors)
-        return True, "Success"
-
-    handle = sender.publish(1, weights(1.0))
-    success, message = weight_loader._answer(
-        update_weights_from_tensor, named_tensors=named_tensors(handle), load_format=weight_loader.LOADER
-    )
-    assert success
-    report = json.loads(message)
-    assert (report["tensors"], report["bytes"]) == (2, 4 * 19)
-    assert loaded["a"].tolist() == [1.0] * 10
-
-    handle["sequence"] += 1
-    success, message = weight_loader._answer(
-        update_weights_from_tensor, named_tensors=named_tensors(handle), load_format=weight_loader.LOADER
-    )
-    assert not success
-    assert "StaleHandleError; nothing was loaded" in message
+        load(SimpleNamespace(load_weights=load_weights))
 
 
 def test_errors_of_other_loaders_are_not_swallowed():
-    def update_weights_from_tensor(named_tensors, load_format):
+    def update_weights_from_tensor(manager, request):
         raise ValueError("not ours")
 
     with pytest.raises(ValueError, match="not ours"):
-        weight_loader._answer(update_weights_from_tensor, named_tensors=[], load_format=None)
+        weight_loader._update_weights(update_weights_from_tensor, None, SimpleNamespace(load_format=None))
