@@ -32,7 +32,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=5, help="rounds after one warm-up (default: %(default)s)")
     add("--changed", type=float, default=0.01, help="share of elements a round changes (default: %(default)s)")
     add("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where disk transports write (%(default)s)")
-    add("--baselines", default="", help="Python files or modules with other ways to measure, see examples/weight_sync")
+    add(
+        "--baselines",
+        default="",
+        help="Python files or modules with other ways; FILE:TEXT takes those with TEXT in the name",
+    )
     add("--no-limits", dest="limits", action="store_false", help="leave out the machine's limits")
     add("--timeout", type=float, default=600, help="deadline of every step in seconds (default: %(default)s)")
     add("--json", type=Path, help="write the rows there, after every measurement")
@@ -42,8 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         options.payload = Payload.parse(options.payload, options.changed)
         options.senders, options.receivers = _counts(options.senders), _counts(options.receivers)
         options.transport = _transports(options.transport)
-        sources = options.baselines.split(",") if options.baselines else []
-        options.baselines = [(source, name) for source in sources for name in baselines.find(source, options.payload)]
+        options.baselines = _baselines(options.baselines, options.payload)
     except (ValueError, WeightSyncError, ImportError, AttributeError, OSError) as error:
         parser.error(str(error))
     if not 0 <= options.changed <= 1 or options.repeats < 1:
@@ -75,6 +78,18 @@ def _transports(text: str) -> list[str]:
             _say(f"skipped {name}: {error}\n")
             continue
         found.append(name)
+    return found
+
+
+def _baselines(text: str, payload: Payload) -> list[tuple[str, str]]:
+    """(file or module, name) of each."""
+    found = []
+    for part in text.split(",") if text else []:
+        source, _, wanted = part.partition(":")
+        names = [name for name in baselines.find(source, payload) if wanted in name]
+        if not names:
+            raise ValueError(f"{source} has no baseline with {wanted!r} in its name")
+        found += [(source, name) for name in names]
     return found
 
 

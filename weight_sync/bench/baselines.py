@@ -24,6 +24,9 @@ from weight_sync.bench.timing import WARM_UPS, make_row, timed
 class Baseline(Protocol):
     """One way, opened. Between transfers the private tensors change."""
 
+    verified: bool = False
+    """Whether it compares hashes of what arrived itself."""
+
     def transfer(self) -> dict[str, float] | None:
         """Timed: when it returns, the other process has the present values of all tensors.
 
@@ -63,7 +66,7 @@ def measure(
         memcpy_gb_per_s = limits.memcpy_rate(worker, repeats, timeout_s)
         on_all([worker], timeout_s, processes.reset_peak_memory)
         progress("starting")
-        on_all([worker], timeout_s, _open, source, name, payload)
+        verified = on_all([worker], timeout_s, _open, source, name, payload)[0]
         rounds = []
         for number in range(1, WARM_UPS + repeats + 1):
             progress(f"round {number} of {WARM_UPS + repeats}")
@@ -76,11 +79,14 @@ def measure(
     rounds = rounds[WARM_UPS:]
     medians = {key: statistics.median(taken[key] for taken in rounds) for key in rounds[0] if key != "total_s"}
     seconds = [taken["total_s"] for taken in rounds]
-    return make_row("baseline", name, payload.nbytes, seconds, memcpy_gb_per_s=memcpy_gb_per_s, **medians)
+    return make_row(
+        "baseline", name, payload.nbytes, seconds, memcpy_gb_per_s=memcpy_gb_per_s, verified=verified, **medians
+    )
 
 
-def _open(state: State, source: str, name: str, payload: Payload) -> None:
+def _open(state: State, source: str, name: str, payload: Payload) -> bool:
     state["baseline"] = find(source, payload)[name](state["shards"].tensors)
+    return state["baseline"].verified
 
 
 def _one_round(state: State, number: int) -> dict[str, float]:

@@ -116,7 +116,7 @@ class Group:
             "ahead_s": ahead_s,
         }
         if all("wire_bytes" in of_rank for of_rank in stats):
-            taken["wire_bytes"] = sum(of_rank["wire_bytes"] for of_rank in stats)
+            taken["wire_bytes"] = max(of_rank["wire_bytes"] for of_rank in stats)
         return taken
 
     def _compare(self, sent: dict[str, int], arrived: list[dict[str, int]]) -> None:
