@@ -107,17 +107,19 @@ async def synchronise(run: Run) -> dict[str, float]:
     not take the policy are sent the whole of it again.
     """
     start = time.perf_counter()
-    handle, metrics = await run.trainer.publish(run.step)
-    metrics |= await run.fleet.update_weights(handle, run.step)
-    for _ in range(run.config.weight_sync.reload_attempts):
-        if run.fleet.behind:
-            handle, _ = await run.trainer.publish(run.step, whole=True)
-            metrics |= await run.fleet.reload(handle, run.step)
-    await run.fleet.require_engine()
+    async with run.fleet.syncing():
+        handle, metrics = await run.trainer.publish(run.step)
+        metrics |= await run.fleet.update_weights(handle, run.step)
+        for _ in range(run.config.weight_sync.reload_attempts):
+            if run.fleet.behind:
+                handle, _ = await run.trainer.publish(run.step, whole=True)
+                metrics |= await run.fleet.reload(handle, run.step)
     seconds = time.perf_counter() - start
-    metrics["sync/stage_s"] = metrics["sync/publish_s"] + metrics["sync/receive_s"]
-    metrics["sync/total_s"] = seconds
-    metrics["sync/gb_per_s"] = metrics["sync/bytes"] / 1e9 / seconds
+    metrics |= {
+        "sync/stage_s": metrics["sync/publish_s"] + metrics["sync/receive_s"],
+        "sync/total_s": seconds,
+        "sync/gb_per_s": metrics["sync/bytes"] / 1e9 / seconds,
+    }
     if run.config.weight_sync.check_engine_weights:
         metrics["sync/checked_engines"] = await run.fleet.check_weights(await run.trainer.full_tensors())
     return metrics

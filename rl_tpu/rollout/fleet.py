@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ class Fleet:
         self._failed: set[str] = set()
         """Engines that did not, at first."""
         self._restarts: dict[str, asyncio.Task[None]] = {}
+        self._syncing = False
+        self._changed = asyncio.Event()
+        """Set, and replaced, whenever an engine comes back or is given up."""
         self._loads = 0
         """Begun so far, on all engines."""
         self._aborted = 0
@@ -93,7 +97,7 @@ class Fleet:
         if params.seed is None:
             params = dataclasses.replace(params, seed=self._next_seed())
         while True:
-            await self.require_engine()
+            await self._require_engine()
             engine, loads = self._least_busy(), self._loads
             self._load[engine.name] += cost
             try:
@@ -136,12 +140,19 @@ class Fleet:
         late = [engine for engine in self.engines if engine.name not in self._updates]
         return [engine for engine in late if engine.name not in self._restarts]
 
-    async def require_engine(self) -> None:
-        """Return once an engine serves; wait for those that are being started. Raises RunError if none is left."""
-        while not self._serving():
-            if not self._restarts:
-                raise RunError(f"no engine is left: {self._losses()}")
-            await asyncio.wait(self._restarts.values(), return_when=asyncio.FIRST_COMPLETED)
+    @contextlib.asynccontextmanager
+    async def syncing(self) -> AsyncIterator[None]:
+        """Around all attempts to bring a policy: meanwhile requests that find no engine wait for one to come back.
+
+        At the end an engine serves, if need be after one was started anew; raises RunError if none does.
+        """
+        self._syncing = True
+        try:
+            yield
+        finally:
+            self._syncing = False
+            self._notify()
+        await self._require_engine()
 
     async def weight_checksums(self) -> dict[str, dict[str, str]]:
         """The engines' checksums of their live weights: engine name -> parameter -> checksum."""
@@ -175,14 +186,13 @@ class Fleet:
     async def _update(self, engine: Engine) -> None:
         try:
             update = await self._take(engine)
-        except UpdateRefusedError as error:
-            self._lose(engine, str(error))
         except RunError as error:
             if not await self._lose_if_broken(engine, error):
                 self._lose(engine, str(error))
-        else:
-            self._updates[engine.name] = update
-            self.lost.pop(engine.name, None)
+            return
+        self._updates[engine.name] = update
+        self.lost.pop(engine.name, None)
+        self._notify()
 
     async def _take(self, engine: Engine) -> WeightUpdate:
         """Have an engine take the newest policy."""
@@ -211,29 +221,45 @@ class Fleet:
         if lost:
             self._lose(engine, str(error))
         if dead and engine.name not in self._restarts:
-            task = self._restarts[engine.name] = asyncio.create_task(self._restart(engine))
-            task.add_done_callback(lambda _: self._restarts.pop(engine.name))
+            self._restarts[engine.name] = asyncio.create_task(self._restart(engine))
         return lost
 
     async def _restart(self, engine: Engine) -> None:
         """Start an engine anew and have it take the newest policy."""
         try:
             await engine.restart()
-            policy = None
+            policy, update = None, None
             while policy is not self._policy:
                 policy = self._policy
                 try:
-                    self._updates[engine.name] = await self._take(engine)
+                    update = await self._take(engine)
                 except UpdateRefusedError:
                     if policy is self._policy:
                         raise
-                    # else a newer one replaced it meanwhile
+                    # else a newer one has replaced it meanwhile
         except (RunError, UserError) as error:
             self.lost[engine.name] = str(error)
             log.warning("%s could not be started anew: %s", engine.name, error)
         else:
+            if update is not None:
+                self._updates[engine.name] = update
             self.lost.pop(engine.name)
             log.warning("%s was started anew and serves again", engine.name)
+        finally:
+            del self._restarts[engine.name]
+            self._notify()
+
+    async def _require_engine(self) -> None:
+        """Return once an engine serves; wait as long as one may come back. Raises RunError if none will."""
+        while not self._serving():
+            if not (self._restarts or self._syncing):
+                raise RunError(f"no engine is left: {self._losses()}")
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        """Wake up who waits for an engine."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _lose(self, engine: Engine, reason: str) -> None:
         if engine.name in self.lost:

@@ -1,0 +1,117 @@
+"""A fleet of one engine that fails to take a policy: nothing wrong is served, nothing is lost, it comes back by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import changed, load_model, make_config, weights_of
+
+from rl_tpu.rollout.fleet import Fleet
+from rl_tpu.types import SamplingParams
+from weight_sync import Shard, open_sender
+from weight_sync.segments import PAGE_BYTES
+
+PROMPT = [9, 30, 31, 32, 33, 50]
+
+
+@pytest.fixture(scope="module")
+def fleet(model_dirs, local_ray, run, tmp_path_factory):
+    model_dir = model_dirs["untied"]
+    config = make_config(model_dir, weight_sync={"transport": "faulty_transport:TRANSPORT"})
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}}
+    fleet = run(Fleet.start(config, model_dir, tmp_path_factory.mktemp("run"), [options]))
+    yield fleet
+    run(fleet.close())
+
+
+@pytest.fixture
+def publish(run_id):
+    sender = open_sender("shared_memory", run_id=run_id)
+    yield lambda version, tensors: sender.publish(version, [Shard.whole(*item) for item in tensors.items()])
+    sender.close()
+
+
+@pytest.fixture
+def weights(model_dirs):
+    return weights_of(load_model(model_dirs["untied"]))
+
+
+async def synchronise(fleet, version, handle, publish_whole):
+    """What the loop does, with requests in flight; metrics and the requests' completions."""
+    requests = [asyncio.create_task(fleet.generate([*PROMPT, i], SamplingParams(400), 2)) for i in range(3)]
+    await asyncio.sleep(0.5)
+    async with fleet.syncing():
+        metrics = await fleet.update_weights(handle, version)
+        if fleet.behind:
+            metrics |= await fleet.reload(publish_whole(), version)
+    answers = await asyncio.wait_for(asyncio.gather(*requests), 120)
+    return metrics, [completion for answer in answers for completion in answer]
+
+
+def test_a_policy_that_does_not_verify(fleet, run, publish, weights):
+    """The engine serves what it held; sent again, it takes the policy."""
+    run(fleet.update_weights(publish(1, weights), 1))
+    new = changed(weights, seed=2)
+    handle = publish(2, new)
+    np.memmap(handle["path"], dtype=np.uint8, mode="r+")[PAGE_BYTES + 1000] ^= 1
+    metrics, completions = run(synchronise(fleet, 2, handle, lambda: publish(2, new)))
+    assert (metrics["sync/failed_engines"], metrics["sync/reloaded_engines"]) == (1, 1)
+    assert {completion.finish_reason for completion in completions} <= {"stop", "length"}
+    assert all(completion.spans[0].version == 1 for completion in completions)
+    assert run(fleet.check_weights(new)) == 1
+    assert fleet.lost == {}
+
+
+def test_a_load_that_breaks_off(fleet, run, publish, weights, tmp_path):
+    """What was in flight is written again from the start, under the new policy: no token comes from a mixture."""
+    new = changed(weights, seed=3)
+    (tmp_path / "fault").touch()
+    handle = publish(3, new) | {"fault": {"kind": "raise", "file": str(tmp_path / "fault")}}
+    metrics, completions = run(synchronise(fleet, 3, handle, lambda: publish(3, new)))
+    assert not (tmp_path / "fault").exists()
+    assert (metrics["sync/failed_engines"], metrics["sync/reloaded_engines"]) == (1, 1)
+    assert len(completions) == 6
+    for completion in completions:
+        assert completion.finish_reason in ("stop", "length")
+        assert [span.version for span in completion.spans] in ([2], [3])  # [2]: it had ended before
+    assert [3] in [[span.version for span in completion.spans] for completion in completions]
+    assert run(fleet.check_weights(new)) == 1
+
+
+def test_a_process_that_is_killed_in_mid_load(fleet, run, publish, weights, tmp_path):
+    """It is started anew and takes the policy; the requests wait for it; the next sync is as any other."""
+    log = fleet.engines[0].log
+    new = changed(weights, seed=4)
+    (tmp_path / "fault").touch()
+    handle = publish(4, new) | {"fault": {"kind": "kill", "file": str(tmp_path / "fault")}}
+    metrics, completions = run(synchronise(fleet, 4, handle, pytest.fail))
+    assert not (tmp_path / "fault").exists()
+    assert metrics["sync/failed_engines"] == 1
+    assert len(completions) == 6
+    assert fleet.lost == {}
+    assert run(fleet.check_weights(new)) == 1
+    assert log.read_text().count("$ ") == 2  # the log of its first life is kept
+
+    newer = changed(weights, seed=5)
+    metrics, completions = run(synchronise(fleet, 5, publish(5, newer), pytest.fail))
+    assert metrics["sync/failed_engines"] == 0
+    assert {completion.finish_reason for completion in completions} <= {"stop", "length"}
+    assert run(fleet.check_weights(newer)) == 1
+
+
+def test_an_engine_that_dies_while_it_writes(fleet, run, publish, weights):
+    """No sync is near: it is brought the policy that was published last."""
+
+    async def kill_in_mid_decode():
+        request = asyncio.create_task(fleet.generate(PROMPT, SamplingParams(400), 2))
+        await asyncio.sleep(0.5)
+        await fleet.engines[0]._actor.close.remote()
+        return await asyncio.wait_for(request, 120)
+
+    run(fleet.update_weights(publish(6, weights), 6))
+    completions = run(kill_in_mid_decode())
+    assert [span.version for completion in completions for span in completion.spans] == [6, 6]
+    assert run(fleet.check_weights(weights)) == 1
