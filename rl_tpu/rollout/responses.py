@@ -61,17 +61,18 @@ def is_truncated(params: SamplingParams) -> bool:
 
 
 def parse_completion(item: dict[str, Any]) -> Completion:
-    """One element of the answer of ``/generate``."""
+    """One element of the answer of ``/generate``. Of what was aborted while it waited SGLang tells only a part."""
     meta = item["meta_info"]
     logprobs = meta.get("output_token_sampling_logprobs")
     if logprobs is None:
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
+    spans = meta.get("weight_versions", ())
     return Completion(
         response_ids=item["output_ids"],
         logprobs=logprobs,
         finish_reason=meta["finish_reason"]["type"],
-        spans=[VersionSpan(int(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"]],
-        cached_prompt_tokens=meta["cached_tokens"],
+        spans=[VersionSpan(int(span["version"]), span["start"], span["end"]) for span in spans],
+        cached_prompt_tokens=meta.get("cached_tokens", 0),
     )
 
 
