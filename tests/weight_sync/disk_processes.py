@@ -41,6 +41,12 @@ def publish_step(state, version: int, how: str = "rows", whole: bool = False) ->
     return state["disk_sender"].publish(version, iter(shards), whole=whole)
 
 
+def publish_tensors(state, version: int, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict:
+    shards = shards_of(tensors, state.get("rank", 0), state.get("world_size", 1), "rows")
+    shards = [Shard(s.name, s.global_shape, s.offsets, s.data, dtype) for s in shards]
+    return state["disk_sender"].publish(version, shards)
+
+
 def publish_zeros(state, version: int, nbytes: int, whole: bool = False) -> dict:
     rank, ranks = state.get("rank", 0), state.get("world_size", 1)
     part = torch.full((nbytes // ranks,), version, dtype=torch.uint8)
