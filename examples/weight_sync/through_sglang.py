@@ -78,7 +78,7 @@ def make_config(directory: Path, transport: str) -> RunConfig:
             "max_running_requests": 4,
             "dtype": "bfloat16",
             "start_timeout_s": DEADLINE_S,
-            "server_options": {"load_format": "dummy", "skip_tokenizer_init": True},
+            "server_options": {"load_format": "dummy", "skip_tokenizer_init": True, "mem_fraction_static": 0.5},
         },
         "weight_sync": {"transport": transport, "timeout_s": DEADLINE_S},
         "trainer": {"steps": 1},
@@ -93,10 +93,15 @@ class Engine(Baseline):
         self.tensors = tensors
         self.directory = Path(tempfile.mkdtemp(prefix="weight_sync-bench-"))
         self._runner = asyncio.Runner()
-        ray.init(address="local", num_cpus=1, include_dashboard=False, configure_logging=False, log_to_driver=False)
-        make_model(payload, self.directory)
-        config = make_config(self.directory, transport)
-        self.engine = self.run(SGLangEngine.start(config, self.directory, self.directory, 0, {"num_cpus": 0}))
+        self.engine = None
+        try:
+            ray.init(address="local", num_cpus=1, include_dashboard=False, configure_logging=False, log_to_driver=False)
+            make_model(payload, self.directory)
+            config = make_config(self.directory, transport)
+            self.engine = self.run(SGLangEngine.start(config, self.directory, self.directory, 0, {"num_cpus": 0}))
+        except BaseException:
+            Engine.close(self)
+            raise
 
     def run(self, coroutine) -> Any:
         return self._runner.run(coroutine)
@@ -107,7 +112,8 @@ class Engine(Baseline):
             raise RuntimeError(f"{len(wrong)} of the engine's parameters are not what was sent, {wrong[0]} first")
 
     def close(self) -> None:
-        self.run(self.engine.close())
+        if self.engine is not None:
+            self.run(self.engine.close())
         self._runner.close()
         ray.shutdown()
         shutil.rmtree(self.directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -134,21 +135,19 @@ def _transfers(options: argparse.Namespace, directory: Path, senders: int, recei
                 yield group.measure(case, options.repeats, progress)
             except WorkerError as error:
                 if group is not None:
-                    group.kill()
+                    group.close()
                     group = None
                 more = {"hashing": case.hashing, "error": str(error)}
                 yield make_row("transport", case.transport, options.payload.nbytes, [], senders, receivers, **more)
-    except BaseException:
+    finally:
         if group is not None:
-            group.kill()
-        raise
-    if group is not None:
-        group.close()
+            group.close()
 
 
 def main(arguments: list[str] | None = None) -> int:
     """0 if all that was asked for was measured, 1 if something failed, 2 for wrong arguments."""
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is open is closed
     rows = []
     for row in measure(options):
         rows.append(row)

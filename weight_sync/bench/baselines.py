@@ -17,7 +17,7 @@ import torch
 
 from weight_sync.bench import limits, processes
 from weight_sync.bench.payload import Payload, hold
-from weight_sync.bench.processes import State, Worker, WorkerError, on_all
+from weight_sync.bench.processes import State, Worker, on_all
 from weight_sync.bench.timing import WARM_UPS, make_row, timed
 
 
@@ -72,10 +72,8 @@ def measure(
             progress(f"round {number} of {WARM_UPS + repeats}")
             rounds.append(on_all([worker], timeout_s, _one_round, number)[0])
         on_all([worker], timeout_s, _close)
-    except WorkerError:
-        worker.kill()
-        raise
-    worker.close()
+    finally:
+        worker.close()
     rounds = rounds[WARM_UPS:]
     medians = {key: statistics.median(taken[key] for taken in rounds) for key in rounds[0] if key != "total_s"}
     seconds = [taken["total_s"] for taken in rounds]

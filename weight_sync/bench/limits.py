@@ -49,7 +49,7 @@ def measure(
             yield row
     finally:
         for worker in pair:
-            worker.kill()
+            worker.close()
 
 
 def memcpy_rate(worker: Worker, repeats: int, timeout_s: float) -> float:

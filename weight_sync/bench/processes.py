@@ -7,10 +7,12 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +56,32 @@ class Worker:
         return result
 
     def close(self) -> None:
-        """Let it end by itself, so that it can clean up; kill it if it does not."""
+        """Let it close what is open and end; kill it if it does not."""
         self._connection.close()
         self._process.join(CLOSE_TIMEOUT_S)
-        self.kill()
-
-    def kill(self) -> None:
         self._process.kill()
-        self._process.join(CLOSE_TIMEOUT_S)
-        self._connection.close()
+        self._process.join()
 
 
-def _serve(connection) -> None:
+def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which hangs up
     state: State = {}
     while True:
         try:
             function, args = connection.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
+        except EOFError:
+            break
         try:
-            connection.send((function(state, *args), None))
+            answer = (function(state, *args), None)
         except Exception as error:
             traceback.print_exc()
-            connection.send((None, " ".join(f"{type(error).__name__}: {error}".split())))
+            answer = (None, " ".join(f"{type(error).__name__}: {error}".split()))
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(answer)
+    for value in state.values():
+        if hasattr(value, "close"):
+            value.close()
 
 
 def on_all(workers: Sequence[Worker], timeout_s: float, function: Callable, *args: Any) -> list[Any]:

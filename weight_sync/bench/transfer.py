@@ -56,7 +56,7 @@ class Group:
                 each(self.senders, timeout_s, processes.join, [(*rank, rendezvous, timeout_s) for rank in ranks])
             each(self.senders, timeout_s, hold, [(payload, *rank) for rank in ranks])
         except BaseException:
-            self.kill()
+            self.close()
             raise
 
     def measure(self, case: Case, repeats: int, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -131,12 +131,7 @@ class Group:
     def close(self) -> None:
         for worker in self.senders + self.receivers:
             worker.close()
-        remove_segments(self._run_id)
-
-    def kill(self) -> None:
-        for worker in self.senders + self.receivers:
-            worker.kill()
-        remove_segments(self._run_id)
+        remove_segments(self._run_id)  # of a sender that had to be killed
 
 
 def _options(case: Case, run_id: str, place: str) -> dict[str, Any]:
