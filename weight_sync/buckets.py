@@ -23,10 +23,12 @@ class FlatRegions:
     """
 
     def __init__(self, regions: Iterable[Region], alignment_bytes: int = ALIGNMENT_BYTES):
-        self._places: dict[str, list[tuple[Region, int]]] = defaultdict(list)
+        self._offsets: dict[Region, int] = {}
+        self._of_tensor: dict[str, list[Region]] = defaultdict(list)
         self.nbytes = 0
         for region in regions:
-            self._places[region.name].append((region, self.nbytes))
+            self._offsets[region] = self.nbytes
+            self._of_tensor[region.name].append(region)
             self.nbytes += -(-region.nbytes // alignment_bytes) * alignment_bytes
         self.data: torch.Tensor | None = None
         """[nbytes] uint8, after `allocate`."""
@@ -36,9 +38,10 @@ class FlatRegions:
 
     def view(self, part: Region) -> torch.Tensor:
         """The elements of ``part``, which lies in one of the regions."""
-        for region, offset in self._places[part.name]:
+        for region in self._of_tensor[part.name]:
             starts = [a - b for a, b in zip(part.offsets, region.offsets, strict=True)]
             if all(a >= 0 and a + n <= m for a, n, m in zip(starts, part.shape, region.shape, strict=True)):
+                offset = self._offsets[region]
                 whole = self.data[offset : offset + region.nbytes].view(region.dtype).view(region.shape)
                 for dim, (start, size) in enumerate(zip(starts, part.shape, strict=True)):
                     whole = whole.narrow(dim, start, size)
@@ -53,12 +56,12 @@ class FlatRegions:
         """[bytes] uint8: where the bucket lies in ``data`` as it would be packed; None if it does not."""
         views = [self.view(part) for part in bucket.parts]
         starts = [view.data_ptr() - self.data.data_ptr() for view in views]
-        first = starts[0]
-        if not all(view.is_contiguous() for view in views):
+        # Between whole regions there is only padding, but between parts of them there may be other parts.
+        alone = len(views) == 1 and views[0].is_contiguous()
+        whole = all(self._offsets.get(part) == start for part, start in zip(bucket.parts, starts, strict=True))
+        if not alone and not (whole and [start - starts[0] for start in starts] == list(bucket.offsets)):
             return None
-        if [start - first for start in starts] != list(bucket.offsets):
-            return None
-        return self.data[first : first + bucket.nbytes]
+        return self.data[starts[0] : starts[0] + bucket.nbytes]
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ class IciSender(Sender):
 
     backend        torch.distributed backend that moves the bytes; receivers learn it from the sender
     device         where the snapshots lie, a device that the backend moves tensors of
-    host           name or address under which receivers reach sender rank 0 (default: this host's own)
+    host           name or address under which receivers reach sender rank 0 (default: what this
+                   host's name resolves to)
     bucket_bytes   most bytes of one message; every rank keeps a few of this size
     bucket_tensors most tensors of one message (default: as many as fit)
     hashes         whether to hash every tensor, which a verifying receiver needs. A tensor that several ranks hold parts
@@ -223,7 +224,7 @@ class IciSender(Sender):
 
 
 def own_address() -> str:
-    """This host's address as its name resolves; one that only this host can reach if it does not resolve."""
+    """What this host's name resolves to, which is also where gloo listens; otherwise only this host can reach us."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

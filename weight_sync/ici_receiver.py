@@ -93,7 +93,7 @@ class IciReceiver(Receiver):
         self._wanted: list[Region] = []
         self._flat: FlatRegions | None = None
         self._received = 0
-        self._number = 0
+        self._number: int | None = None
 
     def receive(self, handle: Handle) -> Received:
         if handle.get("transport") != "ici":
@@ -113,6 +113,7 @@ class IciReceiver(Receiver):
 
     def _receive(self, handle: Handle) -> Received:
         start = time.perf_counter()
+        self._number = None
         try:
             publication = self._read(handle)
             wants = self._wants and [[r.name, r.offsets, r.shape] for r in self._wants(publication.manifest)]
@@ -152,11 +153,11 @@ class IciReceiver(Receiver):
         key = publication_key(handle["sequence"])
         try:
             if self._store is None or self._store.address != address:
-                self._group = self._link = None
+                self.close()
                 self._store = Store.connect(address, self._timeout_s)
             text = self._store.get_bytes(key)
-        except RuntimeError as error:
-            self._store = self._group = self._link = None
+        except (RuntimeError, StaleHandleError) as error:
+            self.close()
             raise StaleHandleError(
                 f"version {handle['version']}: the sender at {address[0]}:{address[1]} is gone: {one_line(error)}"
             ) from error
@@ -251,7 +252,8 @@ class IciReceiver(Receiver):
 
     def _reason(self, error: Exception) -> str:
         """What a sender rank said about it, or else what was noticed here."""
-        key = f"failed/{self._number}"
+        if self._number is None:
+            return one_line(error)
         with contextlib.suppress(RuntimeError, TimeoutError):
-            return self._store.take(key, REASON_S)
+            return self._store.take(f"failed/{self._number}", REASON_S)
         return one_line(error)

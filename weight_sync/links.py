@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +42,7 @@ class Store:
         return cls(store, (host, store.port))
 
     @classmethod
-    def connect(cls, address: tuple[str, int], timeout_s: float) -> Store:
+    def connect(cls, address: Sequence, timeout_s: float) -> Store:
         """Raises StaleHandleError if nobody serves it."""
         host, port = address
         try:
@@ -50,7 +51,7 @@ class Store:
                 host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
             )
         except (OSError, RuntimeError) as error:
-            raise StaleHandleError(f"the sender at {host}:{port} is gone: {one_line(error)}") from error
+            raise StaleHandleError(f"no connection: {one_line(error)}") from error
         return cls(store, (host, port))
 
     def put(self, key: str, value: Any) -> None:
@@ -101,8 +102,7 @@ class Group:
         The names in the store are those of ``torch.distributed.init_process_group`` under a prefix, so that a rank may
         also come by that way; it makes one backend for each kind of device that the backend knows.
         """
-        client = Store.connect(store.address, timeout_s)  # one that a slow peer may block
-        prefix = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, client._store))
+        prefix = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store._store))
         kinds = BackendConfig(Backend(backend)).get_device_backend_map()
         if device.type not in kinds:
             raise WeightSyncError(f"backend {backend} does not move tensors of {device.type}; it knows {list(kinds)}")

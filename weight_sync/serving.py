@@ -196,9 +196,7 @@ class LinkServer:
         name, receivers = job["link"], job["receivers"]
 
         def group(name: str, size: int) -> Group:
-            return Group(
-                Store.connect(self.address, self.timeout_s), name, self.rank, size, backend, self.device, self.timeout_s
-            )
+            return Group(self._store, name, self.rank, size, backend, self.device, self.timeout_s)
 
         if job["kind"] != "broadcast":
             return Link(group(name, self.world_size + receivers))
