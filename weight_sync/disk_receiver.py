@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Sequence
@@ -185,9 +186,11 @@ class DiskReceiver(Receiver):
 
         def read(request: tuple[str, int, list[tuple[str, torch.Tensor]]]) -> None:
             file, offset, pieces = request
-            wanted = sum(len(piece) for _, piece in pieces)
-            if store.read_into([piece for _, piece in pieces], offset, directory, file) != wanted:
-                raise VerificationError(record.manifest.version, sorted({name for name, _ in pieces}))
+            count = store.read_into([piece for _, piece in pieces], offset, directory, file)
+            ends = itertools.accumulate(len(piece) for _, piece in pieces)
+            missing = [name for (name, _), end in zip(pieces, ends, strict=True) if end > count]
+            if missing:
+                raise VerificationError(record.manifest.version, missing)
 
         requests = [(name, *part) for name, file in record.files.items() for part in _requests(file, targets)]
         in_threads(read, requests, self._threads)
