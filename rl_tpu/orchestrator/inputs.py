@@ -77,28 +77,33 @@ def check_transport(sync: WeightSyncConfig) -> None:
         opens = find_transport(sync.transport).open_sender
     except WeightSyncError as error:
         raise UserError(f"weight_sync.transport: {error}") from None
-    parameters = inspect.signature(opens).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    parameters = inspect.signature(opens).parameters
+    known = {name: parameter for name, parameter in parameters.items() if name not in SENDER_ARGUMENTS}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
-    known = sorted({parameter.name for parameter in parameters} - SENDER_ARGUMENTS)
     for name in sync.options:
         if name not in known:
             raise UserError(
                 f"weight_sync.options.{name} is no option of transport {sync.transport}; it takes {', '.join(known)}"
             )
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in sync.options:
+            raise UserError(f"weight_sync.options.{name} is required by transport {sync.transport}")
 
 
 def fill_options(config: RunConfig, **directories: Path) -> RunConfig:
-    """The configuration with {run_dir} and {model_dir} in the transport's options replaced."""
+    """The configuration with the names of ``directories`` in braces, in the transport's options, replaced by paths."""
 
     def fill(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: fill(item) for name, item in value.items()}
         if isinstance(value, str):
             for name, path in directories.items():
                 value = value.replace(f"{{{name}}}", str(path))
         return value
 
-    options = {name: fill(value) for name, value in config.weight_sync.options.items()}
-    return config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"options": options})})
+    sync = config.weight_sync.model_copy(update={"options": fill(config.weight_sync.options)})
+    return config.model_copy(update={"weight_sync": sync})
 
 
 def missing_files(config: RunConfig) -> list[str]:
