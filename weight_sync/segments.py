@@ -17,6 +17,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from weight_sync.errors import SpaceError, WeightSyncError
@@ -26,6 +27,8 @@ HEADER_BYTES = PAGE_BYTES = mmap.PAGESIZE
 MAGIC = 0x31_43_4E_59_53_5F_57  # "W_SYNC1"
 MAP_NORESERVE = 0x4000  # absent from the mmap module
 _MAGIC_WORD, _STATE_WORD = 0, 1
+_SHARED, _SWAPPED = np.uint64(1 << 61), np.uint64(1 << 62)
+"""Bits of a word of the page map; the highest, above them, says that the page is present."""
 
 
 def require_run_id(run_id: str) -> None:
@@ -68,12 +71,13 @@ class Segment:
         self.path = path
         self._mapping = mapping
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._address = whole.data_ptr()
         self._words = whole[:HEADER_BYTES].view(torch.int64)
         self.data = whole[HEADER_BYTES:]
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Segment:
-        """A new segment with ``nbytes`` of data, owned by this process, its memory reserved."""
+        """A new segment with ``nbytes`` of data, owned by this process, its memory reserved; none until a write began."""
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
@@ -85,11 +89,9 @@ class Segment:
                 except OSError as error:
                     path.unlink()
                     raise SpaceError(f"{path.parent} could not give {nbytes / 1e9:.2f} GB: {error.strerror}") from error
-                segment = cls(path, mmap.mmap(fd, 0))
+                return cls(path, mmap.mmap(fd, 0))
             finally:
                 os.close(fd)  # the mapping keeps a duplicate, and with it the lock
-            segment._words[_MAGIC_WORD] = MAGIC
-            return segment
 
     @classmethod
     def share(cls, path: Path) -> Segment:
@@ -117,9 +119,12 @@ class Segment:
             raise WeightSyncError(f"{path} is no weight segment: {error}") from error
         finally:
             os.close(fd)
-        if segment._words[_MAGIC_WORD] != MAGIC:
-            raise WeightSyncError(f"{path} is no weight segment")
+        segment.require_magic()
         return segment
+
+    def require_magic(self) -> None:
+        if self._words[_MAGIC_WORD] != MAGIC:
+            raise WeightSyncError(f"{self.path} is no weight segment, or its header is damaged")
 
     @property
     def state(self) -> int:
@@ -127,6 +132,7 @@ class Segment:
 
     def begin_write(self, sequence: int) -> None:
         self._words[_STATE_WORD] = 2 * sequence + 1
+        self._words[_MAGIC_WORD] = MAGIC
 
     def end_write(self, sequence: int) -> None:
         self._words[_STATE_WORD] = 2 * sequence
@@ -135,27 +141,29 @@ class Segment:
         return self.state == 2 * sequence
 
     def forget_private_pages(self) -> None:
-        """See the sender's bytes again where this process wrote to a mapping from ``open``."""
-        self._mapping.madvise(mmap.MADV_DONTNEED)
+        """See the sender's bytes again where this process wrote to a mapping from ``open``.
+
+        Dropping pages without need would be dear: the next read of each takes a page fault.
+        """
+        if self._has_private_pages():
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+    def _has_private_pages(self) -> bool:
+        """Asks the kernel's page map: a word a page, whose upper bits say present, swapped, and of the shared file."""
+        pages = -(-len(self._mapping) // PAGE_BYTES)
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+                pagemap.seek(self._address // PAGE_BYTES * 8)
+                words = np.frombuffer(pagemap.read(pages * 8), dtype=np.uint64)
+        except OSError:
+            words = []
+        if len(words) < pages:
+            return True  # a sandbox without a page map: nobody knows
+        mapped = words >= _SWAPPED
+        return bool((mapped & (words & _SHARED == 0)).any())
 
     def unlink(self) -> None:
         self.path.unlink(missing_ok=True)
-
-
-def require_space(slots: int, nbytes: int, directory: Path = DIRECTORY) -> None:
-    """Raises SpaceError with the numbers unless ``slots`` segments of ``nbytes`` fit."""
-    status = os.statvfs(directory)
-    free = status.f_bavail * status.f_frsize
-    memory = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
-    need = slots * (HEADER_BYTES + nbytes)
-    if need > min(free, memory):
-        size = f"{int(need / 2**30) + 1}g"
-        raise SpaceError(
-            f"{directory} has {free / 1e9:.2f} GB free and the machine {memory / 1e9:.2f} GB of memory, but {slots} "
-            f"segment(s) of {nbytes / 1e9:.2f} GB need {need / 1e9:.2f} GB. Enlarge it (docker: --shm-size={size}; "
-            f"Kubernetes: an emptyDir of medium Memory at {directory}, within the memory limit; host: mount -o "
-            f"remount,size={size} {directory})" + (", or open the sender with slots=1" if slots > 1 else "")
-        )
 
 
 def _segments(directory: Path) -> list[tuple[Path, SegmentName]]:

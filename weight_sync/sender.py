@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from weight_sync.errors import CoverageError, WeightSyncError
-from weight_sync.hashing import hash_entries
-from weight_sync.manifest import Manifest, TensorEntry
+from weight_sync.hashing import hash_entries, share_out
+from weight_sync.manifest import Manifest
 from weight_sync.shard import Shard
 
 Result = TypeVar("Result")
@@ -153,22 +153,16 @@ def _check_coverage(name: str, holders: dict[Region, list[int]]) -> None:
         raise CoverageError(f"{name} {list(first.global_shape)}: {covered} of {wanted} elements are there: {held}")
 
 
-def hash_together(ranks: Ranks, manifest: Manifest, data: torch.Tensor, threads: int) -> Manifest:
-    """Collective: the manifest with the hash of every tensor in ``data`` [bytes] uint8; each rank hashes its share."""
-    mine = _shares(manifest.tensors, ranks.world_size)[ranks.rank]
-    hashes = {}
-    for part in ranks.exchange(lambda: hash_entries(data, mine, threads)):
-        hashes |= part
+def hash_together(
+    ranks: Ranks, manifest: Manifest, data: torch.Tensor, threads: int, known: dict[str, str]
+) -> Manifest:
+    """Collective: the manifest with the hash of every tensor in ``data`` [bytes] uint8; each rank hashes its share of
+    those that are not ``known`` (the same on every rank)."""
+    hashes = dict(known)
+    unknown = [entry for entry in manifest.tensors if entry.name not in known]
+    if unknown:
+        mine = share_out(unknown, ranks.world_size)[ranks.rank]
+        for part in ranks.exchange(lambda: hash_entries(data, mine, threads)):
+            hashes |= part
     tensors = tuple(dataclasses.replace(entry, xxh3_128=hashes[entry.name]) for entry in manifest.tensors)
     return dataclasses.replace(manifest, tensors=tensors)
-
-
-def _shares(entries: tuple[TensorEntry, ...], parts: int) -> list[list[TensorEntry]]:
-    """Split into parts of about equal bytes, the same way on every rank: largest first, to the part with the least."""
-    shares: list[list[TensorEntry]] = [[] for _ in range(parts)]
-    load = [0] * parts
-    for entry in sorted(entries, key=lambda entry: -entry.nbytes):
-        part = load.index(min(load))
-        shares[part].append(entry)
-        load[part] += entry.nbytes
-    return shares

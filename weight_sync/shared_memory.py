@@ -16,13 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from weight_sync.copying import Copy, copy_tensors
 from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncError
-from weight_sync.hashing import default_threads, in_threads, xxh3_128
+from weight_sync.hashing import default_threads, in_threads, share_out, xxh3_128
 from weight_sync.manifest import Manifest
 from weight_sync.receiver import view_tensors, wrong_tensors
-from weight_sync.segments import DIRECTORY, PAGE_BYTES, Segment, SegmentName, require_run_id, require_space
+from weight_sync.segments import DIRECTORY, PAGE_BYTES, Segment, SegmentName, remove_stale_segments, require_run_id
 from weight_sync.sender import Layout, Ranks, Region, hash_together, make_layout
 from weight_sync.shard import Shard
+from weight_sync.space import require_space
 from weight_sync.transport import Handle, Received, Receiver, Sender, Transport
 
 HASH_DIGITS = 32
@@ -33,9 +35,10 @@ MANIFEST_SLACK_BYTES = 64
 class SharedMemorySender(Sender):
     """One rank of a sender; ``run_id`` names the segments, all ranks are on one host.
 
-    slots    segments: 2 keep the previous version readable while the next is written, 1 saves the memory of one
-    hashes   whether to hash every tensor, which a verifying receiver needs
-    threads  for copies and hashes; default: this rank's share of the cores, at most 8
+    slots      segments: 2 keep the previous version readable while the next is written, 1 saves the memory of one
+    hashes     whether to hash every tensor, which a verifying receiver needs
+    threads    for copies and hashes; default: this rank's share of the cores, at most 8
+    directory  where the segments are: a memory file system that sender and receivers see under the same path
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class SharedMemorySender(Sender):
         slots: int = 2,
         hashes: bool = True,
         threads: int | None = None,
+        directory: str | os.PathLike = DIRECTORY,
     ):
         require_run_id(run_id)
         self.manifest: Manifest | None = None
@@ -56,9 +60,13 @@ class SharedMemorySender(Sender):
         self._slots = slots
         self._hashes = hashes
         self._threads = threads or default_threads(world_size)
+        self._directory = Path(directory)
         self._segments: list[Segment] = []
-        self._regions: list[str] = []
+        self._targets: list[dict[Region, torch.Tensor]] = []  # by slot: where this rank writes, largest first
         self._layout: Layout | None = None
+        self._digests: list[str] = []  # by rank: of the regions the layout was made from
+        self._regions: list[Region] = []
+        self._digest = ""  # of this rank's regions
         self._sequence = 0
         self._next_slot = 0
 
@@ -71,12 +79,13 @@ class SharedMemorySender(Sender):
         segment = self._segments[self._next_slot]
         agreed = time.perf_counter()
 
-        self._ranks.exchange(lambda: self._write(segment, mine))
+        written = self._ranks.exchange(lambda: self._write(mine))
         copied = time.perf_counter()
 
         manifest = dataclasses.replace(self._layout.manifest, version=version)
         if self._hashes:
-            manifest = hash_together(self._ranks, manifest, segment.data, self._threads)
+            known = {name: value for hashes in written for name, value in hashes.items()}
+            manifest = hash_together(self._ranks, manifest, segment.data, self._threads, known)
         text = manifest.to_json().encode()
         self._ranks.exchange(lambda: self._finish(segment, manifest, text))
 
@@ -106,7 +115,7 @@ class SharedMemorySender(Sender):
         if self._ranks.rank == 0:
             for segment in self._segments:
                 segment.unlink()
-        self._segments, self._regions, self._layout = [], [], None
+        self._segments, self._targets, self._layout, self._digests = [], [], None, []
 
     def _agree(self, version: int, shards: Iterable[Shard]) -> dict[Region, Shard]:
         """Collective: this rank's shards by region, once segments laid out for all ranks' shards are there."""
@@ -114,17 +123,19 @@ class SharedMemorySender(Sender):
 
         def describe() -> tuple[int, int, str]:
             mine.extend(shards)
-            regions = repr([Region.of(shard) for shard in mine])
-            return version, self._sequence, xxh3_128(regions.encode())
+            regions = [Region.of(shard) for shard in mine]
+            if regions != self._regions:
+                self._regions, self._digest = regions, xxh3_128(repr(regions).encode())
+            return version, self._sequence, self._digest
 
         said = self._ranks.exchange(describe)
         if len({(version, sequence) for version, sequence, _ in said}) > 1:
             raise WeightSyncError(f"the ranks publish different versions: {[version for version, _, _ in said]}")
-        regions = [digest for _, _, digest in said]
-        if regions != self._regions or not self._segments:
-            self._allocate(make_layout(self._ranks.exchange(lambda: [Region.of(shard) for shard in mine])))
-            self._regions = regions
-        return {Region.of(shard): shard for shard in mine}
+        digests = [digest for _, _, digest in said]
+        if digests != self._digests:
+            self._allocate(make_layout(self._ranks.exchange(lambda: self._regions)))
+            self._digests = digests
+        return dict(zip(self._regions, mine, strict=True))
 
     def _allocate(self, layout: Layout) -> None:
         """Collective: segments for the layout, with every page that this rank will write touched."""
@@ -134,9 +145,10 @@ class SharedMemorySender(Sender):
 
         def create() -> list[Path]:
             if self._ranks.rank == 0:
-                require_space(self._slots, nbytes)
+                remove_stale_segments(self._directory)
+                require_space(self._slots, nbytes, self._directory)
                 for name in SegmentName.new(self._run_id, self._slots):
-                    self._segments.append(Segment.create(DIRECTORY / str(name), nbytes))
+                    self._segments.append(Segment.create(self._directory / str(name), nbytes))
                     self._segments[-1].begin_write(self._sequence)
             return [segment.path for segment in self._segments]
 
@@ -145,8 +157,8 @@ class SharedMemorySender(Sender):
                 self._segments = [Segment.share(path) for path in paths]
             for segment in self._segments:
                 tensors = view_tensors(segment.data, layout.manifest)
-                own = [_select(tensors, region) for region in layout.writes[self._ranks.rank]]
-                in_threads(torch.Tensor.zero_, own, self._threads)
+                self._targets.append({region: _select(tensors, region) for region in layout.writes[self._ranks.rank]})
+                in_threads(torch.Tensor.zero_, self._targets[-1].values(), self._threads)
 
         try:
             paths = self._ranks.exchange(create)[0]
@@ -156,13 +168,13 @@ class SharedMemorySender(Sender):
             raise
         self._layout, self._next_slot = layout, 0
 
-    def _write(self, segment: Segment, shards: dict[Region, Shard]) -> None:
-        tensors = view_tensors(segment.data, self._layout.manifest)
-
-        def copy(region: Region) -> None:
-            _select(tensors, region).copy_(shards[region].data.detach())
-
-        in_threads(copy, self._layout.writes[self._ranks.rank], self._threads)
+    def _write(self, shards: dict[Region, Shard]) -> dict[str, str]:
+        """Copies what this rank writes; the hashes of the tensors that were hashed on the way."""
+        copies = [
+            Copy(region.name, target, shards[region].data.detach(), region.shape == region.global_shape)
+            for region, target in self._targets[self._next_slot].items()
+        ]
+        return copy_tensors(copies, self._hashes, self._threads)
 
     def _finish(self, segment: Segment, manifest: Manifest, text: bytes) -> None:
         if self._ranks.rank == 0:
@@ -187,11 +199,14 @@ class SharedMemoryReceiver(Receiver):
     The tensors of ``receive`` are views; writing to one changes a private copy of the page, never what others see.
 
     verify   compare every tensor's xxh3-128 with the manifest before handing it out
+    share    (index, count): verify only this part of the bytes. For the ranks of a tensor-parallel engine, which read
+             the same pages: together they verify all, and must agree that none was refused before any of them loads
     threads  for hashing; default: the cores, at most 8
     """
 
-    def __init__(self, verify: bool = True, threads: int | None = None):
+    def __init__(self, verify: bool = True, share: tuple[int, int] = (0, 1), threads: int | None = None):
         self._verify = verify
+        self._share = share
         self._threads = threads or default_threads()
         self._segments: dict[Path, Segment] = {}
 
@@ -224,7 +239,9 @@ class SharedMemoryReceiver(Receiver):
 
     def _open(self, handle: Handle) -> Segment:
         path = Path(handle["path"])
-        if path not in self._segments:
+        if path in self._segments:
+            self._segments[path].require_magic()
+        else:
             self._segments = {known: segment for known, segment in self._segments.items() if known.exists()}
             try:
                 self._segments[path] = Segment.open(path)
@@ -244,7 +261,8 @@ class SharedMemoryReceiver(Receiver):
         return Manifest.from_json(text)
 
     def _check_hashes(self, segment: Segment, manifest: Manifest, check: Callable[[], None]) -> None:
-        wrong = wrong_tensors(segment.data, manifest.tensors, self._threads)
+        index, count = self._share
+        wrong = wrong_tensors(segment.data, share_out(manifest.tensors, count)[index], self._threads)
         if wrong:
             # Pages this process wrote to in place (a model's loader may) do not follow the sender: look past them.
             segment.forget_private_pages()

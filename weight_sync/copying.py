@@ -1,0 +1,83 @@
+"""Copies into shared memory at the speed of memory; a tensor is hashed while its bytes are still in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from weight_sync.hashing import in_threads
+
+CACHED_BYTES = 1 << 20
+"""A piece of this size is still in its core's cache when it is hashed, and makes the interpreter's part small."""
+PIECE_BYTES = 64 << 20
+"""Copies without a hash are shared out in pieces of this size."""
+
+
+class Copy(NamedTuple):
+    """``source`` (any device, dtype, strides) goes to ``target`` of the same shape in shared memory.
+
+    With ``whole`` the target is all of tensor ``name``, so its bytes can be hashed on the way.
+    """
+
+    name: str
+    target: torch.Tensor
+    source: torch.Tensor
+    whole: bool
+
+
+def copy_tensors(copies: list[Copy], hashes: bool, threads: int) -> dict[str, str]:
+    """Do all copies, the largest best first. Returns the xxh3-128 of the tensors that were hashed on the way.
+
+    One thread hashes one tensor. A tensor so large that the other threads would wait for it is copied by all of them in
+    pieces instead, and left for the caller to hash.
+    """
+    fair_share = sum(copy.target.nbytes for copy in copies) / threads
+    hashed: dict[str, str] = {}
+
+    def copy_and_hash(copy: Copy) -> None:
+        hashed[copy.name] = _copy_and_hash(copy.target, copy.source)
+
+    work = []
+    for copy in copies:
+        if hashes and copy.whole and copy.target.nbytes <= fair_share:
+            work.append(partial(copy_and_hash, copy))
+        else:
+            work.extend(partial(_copy, *piece) for piece in _pieces(copy.target, copy.source, PIECE_BYTES))
+    in_threads(lambda step: step(), work, threads)
+    return hashed
+
+
+def _copy(target, source) -> None:
+    target[...] = source
+
+
+def _copy_and_hash(target: torch.Tensor, source: torch.Tensor) -> str:
+    hasher, data, end = xxhash.xxh3_128(), _bytes_of(target), 0
+    for piece, values in _pieces(target, source, CACHED_BYTES):
+        _copy(piece, values)
+        start, end = end, end + piece.nbytes
+        hasher.update(data[start:end])
+    return hasher.hexdigest()
+
+
+def _pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator[tuple]:
+    """The copy cut along its first dimension, in order, into copies of about ``nbytes``. They are NumPy's where bytes
+    go as they are: its copy is memcpy, faster than torch's."""
+    if not source.is_cpu:
+        yield target, source  # one transfer from a device beats many
+        return
+    if source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous():
+        target, source = _bytes_of(target), _bytes_of(source)
+    elif target.dim() == 0:
+        target, source = target.view(1), source.view(1)
+    rows = max(1, nbytes * len(target) // max(1, target.nbytes))
+    for start in range(0, len(target), rows):
+        yield target[start : start + rows], source[start : start + rows]
+
+
+def _bytes_of(tensor: torch.Tensor):
+    return tensor.view(-1).view(torch.uint8).numpy()
