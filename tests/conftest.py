@@ -1,6 +1,11 @@
 """What several rooms share."""
 
+import os
+
 import pytest
+
+# torch's stores ask the name server for the name of every peer; where an answer gets lost, each test would wait 5 s for it.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

@@ -10,11 +10,12 @@ import torch
 from remote_processes import start_ranks
 from tiny import load_model, make_config, reference_logprobs
 from trainer_ranks import SIDES, Trainer
-from transport_options import AVAILABLE, sender_options
+from transport_options import sender_options
 
 from rl_tpu.rollout.checksums import differing, expected_checksums
 from rl_tpu.rollout.sglang import SGLangEngine
 from rl_tpu.types import SamplingParams
+from weight_sync.transport import TRANSPORTS
 
 PROMPT = [5, 40, 41, 42, 90, 91, 17, 200]
 KINDS = [*itertools.product((1, 2), ("float32", "bfloat16"), ("tied", "untied")), (4, "bfloat16", "untied")]
@@ -89,7 +90,7 @@ def sync(engine, kind, run):
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("transport", AVAILABLE)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_engine_holds_the_trainers_bytes(engine, trainer, sync, run, run_id, tmp_path, transport, side):
     """Of a new policy, and of that policy after an optimizer step."""
     held = [run(engine.weight_checksums())]

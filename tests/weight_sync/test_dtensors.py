@@ -12,9 +12,10 @@ import pytest
 import sync_processes as sp
 import torch
 from remote_processes import Remote, on_all, start_ranks
-from transport_options import AVAILABLE, sender_options
+from transport_options import sender_options
 
 from weight_sync import Manifest
+from weight_sync.transport import TRANSPORTS
 
 SHARDINGS = {
     "one_rank": (1,),
@@ -73,7 +74,7 @@ def build(trainers, sharding: str) -> tuple[list[Remote], dict[str, list[str]]]:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as_it_is", "bfloat16"])
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("transport", AVAILABLE)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_sharding(trainers, receiver, run_id, tmp_path, transport, sharding, dtype):
     ranks, _ = build(trainers, sharding)
     on_all(ranks, dp.open_for, transport, run_id, sender_options(transport, tmp_path))
@@ -85,7 +86,7 @@ def test_every_sharding(trainers, receiver, run_id, tmp_path, transport, shardin
 
 
 @pytest.mark.parametrize("sharding", ["one_rank", "fsdp-4", "fsdp_of_tensor_parallel"])
-@pytest.mark.parametrize("transport", AVAILABLE)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_after_an_optimizer_step_the_new_bytes_arrive(trainers, receiver, run_id, tmp_path, transport, sharding):
     """AdamW on float32 masters at a learning rate that bfloat16 mostly rounds away; the manifests name what it moved."""
     ranks, _ = build(trainers, sharding)
@@ -121,7 +122,7 @@ def test_the_placements_are_those_that_are_meant(trainers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", AVAILABLE)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_fsdp_cuts_unevenly_what_tensor_parallelism_left(trainers, receiver, run_id, tmp_path, transport):
     """13 rows over 3 x 2 ranks: the place of a strided shard follows from no even division."""
     ranks = trainers(6)
