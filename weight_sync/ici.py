@@ -22,7 +22,7 @@ from weight_sync.buckets import FlatRegions
 from weight_sync.errors import WeightSyncError
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
 from weight_sync.ici_receiver import IciReceiver
-from weight_sync.links import Group, Store, one_line
+from weight_sync.links import Group, Store, backend_for, one_line
 from weight_sync.manifest import Manifest
 from weight_sync.publication import Publication, publication_key, whole_regions
 from weight_sync.sender import Layout, Ranks, Region, make_layout
@@ -37,7 +37,8 @@ SLOTS = 2
 class IciSender(Sender):
     """One rank of a sender.
 
-    backend        torch.distributed backend that moves the bytes; receivers learn it from the sender
+    backend        torch.distributed backend that moves the bytes, or one per kind of device (``cpu:gloo,...``); receivers
+                   learn it from the sender
     device         where the snapshots lie, a device that the backend moves tensors of
     host           name or address under which receivers reach sender rank 0 (default: what this
                    host's name resolves to)
@@ -68,7 +69,8 @@ class IciSender(Sender):
         self.stats: dict[str, float] = {}
         self._run_id = run_id
         self._ranks = Ranks(rank, world_size, group)
-        self._backend, self._device, self._host = backend, torch.device(device), host
+        self._device, self._host = torch.device(device), host
+        self._backend = backend_for(backend, self._device)
         self._bucket_bytes, self._bucket_tensors = bucket_bytes, bucket_tensors
         self._hashes, self._timeout_s = hashes, timeout_s
         self._threads = threads or default_threads(world_size)
@@ -139,7 +141,7 @@ class IciSender(Sender):
                 self._store = Store.connect(address, self._timeout_s)
             if world_size > 1:
                 name = f"{self._run_id}.publish"
-                self._group = Group(self._store, name, rank, world_size, self._backend, self._device, self._timeout_s)
+                self._group = Group(self._store, name, rank, world_size, self._backend, self._timeout_s)
             self._server = LinkServer(rank, world_size, address, self._device, self._timeout_s)
 
         try:

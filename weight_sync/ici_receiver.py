@@ -17,7 +17,7 @@ from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncEr
 from weight_sync.hashing import default_threads, xxh3_128
 from weight_sync.links import Group, Store, one_line
 from weight_sync.manifest import Manifest
-from weight_sync.publication import Publication, Wants, publication_key
+from weight_sync.publication import Publication, Wants, read_publication
 from weight_sync.sender import Region
 from weight_sync.serving import receiver_buckets
 from weight_sync.transport import Handle, Received, Receiver
@@ -150,22 +150,16 @@ class IciReceiver(Receiver):
     def _read(self, handle: Handle) -> Publication:
         """What the sender says about the version."""
         address = tuple(handle["store"])
-        key = publication_key(handle["sequence"])
         try:
             if self._store is None or self._store.address != address:
                 self.close()
                 self._store = Store.connect(address, self._timeout_s)
-            text = self._store.get_bytes(key)
-        except (RuntimeError, StaleHandleError) as error:
+            publication = read_publication(self._store, handle)
+        except (RuntimeError, ConnectionError) as error:
             self.close()
             raise StaleHandleError(
                 f"version {handle['version']}: the sender at {address[0]}:{address[1]} is gone: {one_line(error)}"
             ) from error
-        if text is None:
-            raise StaleHandleError(f"version {handle['version']} was overwritten by a later one")
-        if xxh3_128(text) != handle["publication_xxh3_128"]:
-            raise WeightSyncError(f"version {handle['version']}: what the sender says about it arrived damaged")
-        publication = Publication.from_bytes(text)
         if self._verify and any(entry.xxh3_128 is None for entry in publication.manifest.tensors):
             raise WeightSyncError("these weights were sent without hashes and cannot be verified")
         return publication
@@ -214,9 +208,7 @@ class IciReceiver(Receiver):
             senders = len(publication.held)
             rank, size = senders + self._rank, senders + self._world_size
             self._group = None  # closes the old one
-            self._group = Group(
-                self._store, request["link"], rank, size, publication.backend, self._device, self._timeout_s
-            )
+            self._group = Group(self._store, request["link"], rank, size, publication.backend, self._timeout_s)
             self._link = request["link"]
         return self._group
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig, _DistributedBackendOptions
 
-from weight_sync.errors import StaleHandleError, WeightSyncError
+from weight_sync.errors import WeightSyncError
 
 POLL_S = 0.005
 """Between two looks at the store. (Its own wait writes a warning to stderr whenever it times out.)"""
@@ -43,7 +43,7 @@ class Store:
 
     @classmethod
     def connect(cls, address: Sequence, timeout_s: float) -> Store:
-        """Raises StaleHandleError if nobody serves it."""
+        """Raises ConnectionError if nobody serves it."""
         host, port = address
         try:
             socket.create_connection((host, port), min(timeout_s, PROBE_S)).close()  # TCPStore would go on trying
@@ -51,7 +51,7 @@ class Store:
                 host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
             )
         except (OSError, RuntimeError) as error:
-            raise StaleHandleError(f"no connection: {one_line(error)}") from error
+            raise ConnectionError(one_line(error)) from error
         return cls(store, (host, port))
 
     def put(self, key: str, value: Any) -> None:
@@ -94,25 +94,15 @@ class Store:
 class Group:
     """Ranks that send each other flat uint8 tensors. Not for use by several threads at once."""
 
-    def __init__(
-        self, store: Store, name: str, rank: int, size: int, backend: str, device: torch.device, timeout_s: float
-    ):
+    def __init__(self, store: Store, name: str, rank: int, size: int, backend: str, timeout_s: float):
         """Meets the other ranks; raises RuntimeError if one does not come within ``timeout_s``.
 
-        The names in the store are those of ``torch.distributed.init_process_group`` under a prefix, so that a rank may
-        also come by that way; it makes one backend for each kind of device that the backend knows.
+        Other ranks may also come by way of ``torch.distributed.init_process_group`` with this name as a prefix of the
+        store: it makes one backend under the first kind of device that the backend knows.
         """
-        prefix = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store._store))
-        kinds = BackendConfig(Backend(backend)).get_device_backend_map()
-        if device.type not in kinds:
-            raise WeightSyncError(f"backend {backend} does not move tensors of {device.type}; it knows {list(kinds)}")
-        self._backends = {
-            kind: _make_backend(
-                of, dist.PrefixStore(f"{kind}/", prefix), name, rank, size, timedelta(seconds=timeout_s)
-            )
-            for kind, of in kinds.items()
-        }
-        self._backend = self._backends[device.type]
+        kind = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
+        prefix = dist.PrefixStore(f"{kind}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store._store)))
+        self._backend = _make_backend(backend, prefix, name, rank, size, timedelta(seconds=timeout_s))
 
     def send(self, data: torch.Tensor, rank: int) -> dist.Work:
         return self._backend.send([data], rank, 0)
@@ -145,6 +135,15 @@ def _make_backend(
     options.store, options.group_rank, options.group_size = store, rank, size
     options.timeout, options.group_id, options.global_ranks_in_group = timeout, name, []
     return plugin.creator_fn(options, None)
+
+
+def backend_for(backend: str, device: torch.device) -> str:
+    """The one of ``backend``, as torch.distributed writes them (``gloo``, ``xpu:xccl,cpu:gloo``), that moves tensors of
+    a device."""
+    kinds = BackendConfig(Backend(backend)).get_device_backend_map()
+    if device.type not in kinds:
+        raise WeightSyncError(f"backend {backend} does not move tensors of {device.type}; it knows {', '.join(kinds)}")
+    return kinds[device.type]
 
 
 def one_line(error: BaseException) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weight_sync.buckets import FlatRegions
-from weight_sync.errors import CoverageError
+from weight_sync.errors import CoverageError, StaleHandleError, WeightSyncError
+from weight_sync.hashing import xxh3_128
+from weight_sync.links import Store
 from weight_sync.manifest import Manifest, TensorEntry
 from weight_sync.sender import Region
 
@@ -79,6 +82,20 @@ class Publication:
 def whole_regions(manifest: Manifest) -> list[Region]:
     """Every tensor as a region."""
     return [_part(entry, (0,) * len(entry.shape), entry.shape) for entry in manifest.tensors]
+
+
+def read_publication(store: Store, handle: Mapping[str, Any]) -> Publication:
+    """What the sender says about the version of a handle.
+
+    Raises StaleHandleError if it was overwritten, WeightSyncError if this is not what was said, RuntimeError if the
+    store is gone.
+    """
+    data = store.get_bytes(publication_key(handle["sequence"]))
+    if data is None:
+        raise StaleHandleError(f"version {handle['version']} was overwritten by a later one")
+    if xxh3_128(data) != handle["publication_xxh3_128"]:
+        raise WeightSyncError(f"version {handle['version']}: what the sender says about it arrived damaged")
+    return Publication.from_bytes(data)
 
 
 def publication_key(sequence: int) -> str:

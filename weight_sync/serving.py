@@ -40,6 +40,8 @@ class Link:
     """With the receivers; None where only rank 0 is in it."""
     gather: Group | None = None
     """Of the sender ranks alone, where they send through rank 0."""
+    store: Store | None = None
+    """In which ``group`` was made, where that is not the sender's own."""
     used: int = 0
     """Sequence number of the version it served last."""
     plan: tuple[list, Any, dict[int, list[Bucket]]] | None = None
@@ -186,24 +188,34 @@ class LinkServer:
         known = self._links.get(name)
         if known is None and not job["new"]:
             return None
-        if self.rank == 0:
-            self._store.put(f"answer/{job['number']}", {})
-        if known is None:
-            known = self._links[name] = self._meet(job, publication.backend)
+        if known is None and job["kind"] == "broadcast":
+            known = self._meet_engines(job, publication.backend)
+        else:
+            self._answer(job, {})
+            if known is None:
+                size = self.world_size + job["receivers"]
+                known = Link(self._group(self._store, name, size, publication.backend))
+        self._links[name] = known
         return known
 
-    def _meet(self, job: Mapping[str, Any], backend: str) -> Link:
-        name, receivers = job["link"], job["receivers"]
+    def _meet_engines(self, job: Mapping[str, Any], backend: str) -> Link:
+        """Engines do not come by our store: they get one for this link alone. When the link is given up it closes, and
+        engines that still wait in it for others are let go."""
+        name, link = job["link"], Link(None)
+        if self.rank == 0:
+            link.store = Store.serve(self.address[0], self.timeout_s)
+            self._answer(job, {"store": link.store.address})
+            link.group = self._group(link.store, name, 1 + job["receivers"], backend)
+        if self.world_size > 1:
+            link.gather = self._group(self._store, name, self.world_size, backend)
+        return link
 
-        def group(name: str, size: int) -> Group:
-            return Group(self._store, name, self.rank, size, backend, self.device, self.timeout_s)
+    def _group(self, store: Store, name: str, size: int, backend: str) -> Group:
+        return Group(store, name, self.rank, size, backend, self.timeout_s)
 
-        if job["kind"] != "broadcast":
-            return Link(group(name, self.world_size + receivers))
-        return Link(
-            group=group(name, 1 + receivers) if self.rank == 0 else None,
-            gather=group(f"{name}.gather", self.world_size) if self.world_size > 1 else None,
-        )
+    def _answer(self, job: Mapping[str, Any], answer: dict[str, Any]) -> None:
+        if self.rank == 0:
+            self._store.put(f"answer/{job['number']}", answer)
 
     def _send_regions(self, link: Link, job: Mapping[str, Any], publication: Publication) -> None:
         """Every receiver rank's regions, from this rank's part of the plan."""

@@ -128,7 +128,7 @@ _report: dict[str, float] = {}
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Copy the staged version into the model. Raises WeightLoadError on all ranks or on none."""
     version = int(named_tensors[0][1])
-    received = _on_all_ranks(lambda: _stage.received(version), NOTHING_LOADED)
+    received = on_all_ranks(lambda: _stage.received(version), NOTHING_LOADED)
     start = time.perf_counter()
 
     def copy() -> None:
@@ -136,7 +136,7 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
             model.load_weights(iter(received.tensors.items()))
 
     try:
-        _on_all_ranks(copy, MIXTURE)
+        on_all_ranks(copy, MIXTURE)
     finally:
         _stage.clear()
     _report["load_s"] = time.perf_counter() - start
@@ -146,7 +146,7 @@ def _staged(version: int) -> dict[str, Any]:
     """Whether all ranks have received a version, with the first rank's report. Raises WeightLoadError on all ranks."""
     if not all(_from_all_ranks(_stage.done(version))):
         return {"staged": False}
-    received = _on_all_ranks(lambda: _stage.received(version), NOTHING_LOADED)
+    received = on_all_ranks(lambda: _stage.received(version), NOTHING_LOADED)
     entries = received.manifest.tensors
     return {
         "staged": True,
@@ -156,7 +156,7 @@ def _staged(version: int) -> dict[str, Any]:
     }
 
 
-def _on_all_ranks(work: Callable[[], T], state: str) -> T:
+def on_all_ranks(work: Callable[[], T], state: str) -> T:
     """Do the work on every tensor-parallel rank; if it failed on any, fail on all."""
     result, error = None, None
     try:

@@ -68,16 +68,23 @@ def flip_a_byte(state, message: int) -> None:
 def die_sending(state, message: int) -> None:
     """This process is killed when it sends its so many-eth message from now on."""
     count = 0
-    send = Group.send
+    send, broadcast = Group.send, Group.broadcast
 
-    def send_or_die(self, data: torch.Tensor, rank: int):
+    def step() -> None:
         nonlocal count
         count += 1
         if count == message:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def send_or_die(self, data: torch.Tensor, rank: int):
+        step()
         return send(self, data, rank)
 
-    Group.send = send_or_die
+    def broadcast_or_die(self, data: torch.Tensor):
+        step()
+        return broadcast(self, data)
+
+    Group.send, Group.broadcast = send_or_die, broadcast_or_die
 
 
 # --- in a receiver's process ---
@@ -155,3 +162,8 @@ def stop_receiving(state, message: int) -> None:
 def draw_a_number(state, handle: dict) -> None:
     """As a receiver does that dies before it has said what it wants."""
     Store.connect(handle["store"], 10).count("requests")
+
+
+def publish_tensors(state, version: int, tensors: dict, how: str) -> dict:
+    rank, world_size = state.get("rank", 0), state.get("world_size", 1)
+    return state["sender"].publish(version, shards_of(tensors, rank, world_size, how))
