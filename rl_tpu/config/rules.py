@@ -85,11 +85,6 @@ def _sync(config: RunConfig) -> Iterator[str]:
             "weight_sync.transport=shared_memory reaches engines on the trainer's own host only, cluster.hosts is"
             f" {config.cluster.hosts}"
         )
-    if config.weight_sync.check_engine_weights and config.rollout.tensor_parallel > 1:
-        yield (
-            "weight_sync.check_engine_weights compares whole tensors: it needs rollout.tensor_parallel 1, not"
-            f" {config.rollout.tensor_parallel}"
-        )
 
 
 def _sources(config: RunConfig) -> Iterator[str]:

@@ -11,9 +11,11 @@ vocabulary), of columns where it comes last. Norms, routers and biases of the la
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -40,6 +42,11 @@ def checksum(*parts: torch.Tensor) -> str:
     for part in parts:
         digest.update(memoryview(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()[:16]
+
+
+def key_value_heads(model_dir: Path) -> int | None:
+    """As the model's config.json says; None if it does not."""
+    return json.loads((model_dir / "config.json").read_text()).get("num_key_value_heads")
 
 
 def on_rank(parameter: str, rank: int, tensor_parallel: int) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.errors import RunError, UserError
-from rl_tpu.rollout.checksums import differing, expected_checksums
+from rl_tpu.rollout.checksums import differing, expected_checksums, key_value_heads
 from rl_tpu.rollout.engine import Engine, EngineLostError, UpdateRefusedError, WeightUpdate
 from rl_tpu.rollout.sglang import SGLangEngine
 from rl_tpu.types import Completion, SamplingParams
@@ -30,10 +30,12 @@ class Fleet:
     does not answer, is started anew in the background and brought the policy that the others serve.
     """
 
-    def __init__(self, engines: Sequence[Engine], config: RunConfig):
+    def __init__(self, engines: Sequence[Engine], config: RunConfig, key_value_heads: int | None = None):
+        """``key_value_heads`` of the model: `check_weights` needs it where an engine has more ranks than that."""
         self.engines = list(engines)
         self.lost: dict[str, str] = {}
         self._config = config
+        self._key_value_heads = key_value_heads
         self._policy: tuple[Mapping[str, Any], int] | None = None
         """Handle and version of the newest one; before the first update engines serve their model directory."""
         self._updates: dict[str, WeightUpdate] = {}
@@ -78,7 +80,7 @@ class Fleet:
             for index, options in enumerate(actor_options)
         ]
         try:
-            return cls(await asyncio.gather(*tasks), config)
+            return cls(await asyncio.gather(*tasks), config, key_value_heads(Path(model_dir)))
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -165,7 +167,7 @@ class Fleet:
 
         Raises RunError that names the engine and the parameters if one differs.
         """
-        expected = expected_checksums(named_tensors)
+        expected = expected_checksums(named_tensors, self._config.rollout.tensor_parallel, self._key_value_heads)
         held = await self.weight_checksums()
         for name, checksums in held.items():
             if wrong := differing(expected, checksums):

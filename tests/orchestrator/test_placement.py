@@ -41,7 +41,6 @@ def test_the_trainer_may_span_hosts_and_an_engine_may_not():
         ("rollout", 1, (2,)),
     ]
     split = ["cluster.trainer_chips=3", "rollout.engines=1", "rollout.tensor_parallel=2", "rollout.prompts_per_step=15"]
-    split += ["weight_sync.check_engine_weights=false"]
     with pytest.raises(UserError, match="two hosts"):
         plan(load_config(["+experiment=quickstart", *hosts[:3], *split, "cluster.rollout_chips=2"]))
 

@@ -55,6 +55,35 @@ def test_the_vocabulary_is_filled_up_with_zeros():
     assert expected["model.other.weight"] == digest(named["model.other.weight"])
 
 
+def test_each_rank_has_its_slice_and_ranks_share_scarce_heads():
+    """Four ranks, eight query heads and two key-value heads of two rows each. (Real engines: test_matrix.)"""
+    attention, mlp = "model.layers.3.self_attn", "model.layers.3.mlp"
+    rows = {f"{attention}.q_proj.weight": 16, f"{attention}.k_proj.weight": 4, f"{attention}.v_proj.weight": 4}
+    rows |= {f"{attention}.q_proj.bias": 16, f"{attention}.k_proj.bias": 4, f"{attention}.v_proj.bias": 4}
+    rows |= {f"{attention}.o_proj.weight": 5, f"{attention}.o_proj.bias": 5, "model.embed_tokens.weight": 130}
+    rows |= {f"{mlp}.experts.{i}.{x}_proj.weight": 8 for i in range(2) for x in ("gate", "up", "down")}
+    named = {name: torch.randn(count, 8) if "weight" in name else torch.randn(count) for name, count in rows.items()}
+    expected = expected_checksums(named, tensor_parallel=4, key_value_heads=2)
+    assert len(expected) == 4 * 7
+
+    filled = torch.cat([named["model.embed_tokens.weight"], torch.zeros(192 - 130, 8)])
+    for rank in range(4):
+        head = slice(rank // 2 * 2, rank // 2 * 2 + 2)
+        for kind in ("weight", "bias"):
+            q, k, v = (named[f"{attention}.{x}_proj.{kind}"] for x in "qkv")
+            fused = torch.cat([q[rank * 4 : rank * 4 + 4], k[head], v[head]])
+            assert expected[f"{attention}.qkv_proj.{kind} of rank {rank}"] == digest(fused)
+        columns = named[f"{attention}.o_proj.weight"][:, rank * 2 : rank * 2 + 2]
+        assert expected[f"{attention}.o_proj.weight of rank {rank}"] == digest(columns)
+        assert expected[f"{attention}.o_proj.bias of rank {rank}"] == digest(named[f"{attention}.o_proj.bias"])
+        assert expected[f"model.embed_tokens.weight of rank {rank}"] == digest(filled[rank * 48 : rank * 48 + 48])
+        mine = slice(rank * 2, rank * 2 + 2)
+        gate_up = [named[f"{mlp}.experts.{i}.{x}_proj.weight"][mine] for i in range(2) for x in ("gate", "up")]
+        down = [named[f"{mlp}.experts.{i}.down_proj.weight"][:, mine] for i in range(2)]
+        assert expected[f"{mlp}.experts.w13_weight of rank {rank}"] == digest(torch.cat(gate_up))
+        assert expected[f"{mlp}.experts.w2_weight of rank {rank}"] == digest(torch.cat(down))
+
+
 def test_differing_names_every_parameter_that_is_not_equal():
     expected = {"a": "1", "b": "2", "c": "3"}
     assert differing(expected, dict(expected)) == []
@@ -67,3 +96,6 @@ def test_a_tied_output_layer_may_be_listed_on_one_side_only():
     assert differing(tied, alone) == differing(alone, tied) == []
     assert differing({**tied, "lm_head.weight": "2"}, alone) == ["lm_head.weight"]
     assert differing(alone, {**tied, "lm_head.weight": "2"}) == ["lm_head.weight"]
+    sliced = {"model.embed_tokens.weight of rank 1": "1"}
+    assert differing(sliced, {**sliced, "lm_head.weight of rank 1": "1"}) == []
+    assert differing(sliced, {**sliced, "lm_head.weight of rank 1": "2"}) == ["lm_head.weight of rank 1"]
