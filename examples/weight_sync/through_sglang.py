@@ -9,8 +9,6 @@ end when the engine serves the new weights, and are checked by the checksums tha
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import pickle
 import secrets
 import shutil
@@ -21,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pybase64
 import ray
 import torch
 from transformers import Qwen3Config
@@ -155,13 +154,15 @@ class OverHTTP(Engine):
 
     def transfer(self) -> dict[str, float]:
         start = time.perf_counter()
-        self._post("/pause_generation", {"mode": "retract"})
-        self._post("/begin_weight_update", {})
+        self._post("/pause_generation", b'{"mode": "retract"}')
+        self._post("/begin_weight_update", b"{}")
         for bucket in self._buckets():
-            data = base64.b64encode(pickle.dumps(bucket)).decode()
-            self._post("/update_weights_from_tensor", {"serialized_named_tensors": [data], "flush_cache": False})
-        self._post("/end_weight_update", {})
-        self._post("/continue_generation", {})
+            data = pybase64.b64encode(pickle.dumps(bucket))
+            self._post(
+                "/update_weights_from_tensor", b'{"flush_cache": false, "serialized_named_tensors": ["' + data + b'"]}'
+            )
+        self._post("/end_weight_update", b"{}")
+        self._post("/continue_generation", b"{}")
         return {"pause_s": time.perf_counter() - start}
 
     def _buckets(self) -> list[list[tuple[str, torch.Tensor]]]:
@@ -174,8 +175,8 @@ class OverHTTP(Engine):
             room -= tensor.nbytes
         return buckets
 
-    def _post(self, path: str, body: dict[str, Any]) -> None:
+    def _post(self, path: str, body: bytes) -> None:
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.engine.url + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(self.engine.url + path, body, headers)
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
             response.read()

@@ -109,7 +109,9 @@ def _progress(what: str) -> Callable[[str], None]:
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """All rows, one by one. A row whose measurement failed has ``error``."""
     payload, repeats, timeout_s = options.payload, options.repeats, options.timeout
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix="weight_sync-bench-") as directory:
+    with tempfile.TemporaryDirectory(
+        dir=options.directory, prefix="weight_sync-bench-", ignore_cleanup_errors=True
+    ) as directory:
         if options.limits:
             yield from limits.measure(payload, Path(directory), repeats, timeout_s, _progress("limits"))
         for senders in options.senders:

@@ -63,7 +63,7 @@ def measure(
     worker = Worker(f"baseline {name}")
     try:
         on_all([worker], timeout_s, hold, payload)
-        memcpy_gb_per_s = limits.memcpy_rate(worker, repeats, timeout_s)
+        memcpy_gb_per_s = limits.memcpy_rate(worker, timeout_s)
         on_all([worker], timeout_s, processes.reset_peak_memory)
         progress("starting")
         verified = on_all([worker], timeout_s, _open, source, name, payload)[0]

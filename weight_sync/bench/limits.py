@@ -14,11 +14,12 @@ import xxhash
 
 from weight_sync.bench import processes
 from weight_sync.bench.payload import Payload, PrivateShards, hold
-from weight_sync.bench.processes import State, Worker, each, on_all
+from weight_sync.bench.processes import State, Worker, close_all, each, on_all
 from weight_sync.bench.timing import make_row, repeated
 
 MOST_BYTES = 2 * 10**9
 """Of a larger payload only its first tensors are used, so that memory suffices."""
+REPEATS = 5
 
 
 def measure(
@@ -48,13 +49,12 @@ def measure(
             warm_rate = warm_rate or row["gb_per_s"]
             yield row
     finally:
-        for worker in pair:
-            worker.close()
+        close_all(pair)
 
 
-def memcpy_rate(worker: Worker, repeats: int, timeout_s: float) -> float:
+def memcpy_rate(worker: Worker, timeout_s: float) -> float:
     """Warm, one thread, in GB/s: what ratios of the same minute are made with."""
-    nbytes, seconds = on_all([worker], timeout_s, memcpy, repeats, 1)[0]
+    nbytes, seconds = on_all([worker], timeout_s, memcpy, REPEATS, 1)[0]
     return nbytes / 1e9 / statistics.median(seconds)
 
 

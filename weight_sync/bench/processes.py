@@ -55,12 +55,23 @@ class Worker:
             raise WorkerError(f"{self.name}: {error}")
         return result
 
-    def close(self) -> None:
-        """Let it close what is open and end; kill it if it does not."""
+    def hang_up(self) -> None:
+        """Have it close what is open and end, once it is done with what it does."""
         self._connection.close()
+
+    def close(self) -> None:
+        """Hang up, wait until it has ended, kill it if it does not."""
+        self.hang_up()
         self._process.join(CLOSE_TIMEOUT_S)
         self._process.kill()
         self._process.join()
+
+
+def close_all(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.hang_up()
+    for worker in workers:
+        worker.close()
 
 
 def _serve(connection: Connection) -> None:
