@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
@@ -15,7 +17,7 @@ import torch
 from weight_sync import delta
 from weight_sync.errors import VerificationError, WeightSyncError
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
-from weight_sync.manifest import Manifest
+from weight_sync.manifest import Manifest, TensorEntry
 from weight_sync.storage import REQUEST_BYTES, LocalStore, Store, open_store
 from weight_sync.transport import Handle, Received, Receiver
 from weight_sync.versions import FileRecord, Link, Record, read_record
@@ -139,22 +141,31 @@ class DiskReceiver(Receiver):
             }
             self._read(store, link.directory, step, packed)
             start = time.perf_counter()
-
-            def unpack(entry, packed=packed) -> None:
+            jobs = []
+            for entry in entries:
                 if entry.name in packed:
                     before = tensors[entry.name]
-                    # A buffer that this replay filled may be written in place, the base may not.
-                    target = self._buffers.take(entry.name, entry.nbytes) if before is base[entry.name] else before
-                    try:
-                        delta.apply(packed[entry.name], before, target, entry.torch_dtype.itemsize)
-                    except WeightSyncError as error:
-                        raise VerificationError(record.manifest.version, [entry.name]) from error
-                    tensors[entry.name] = target
-
-            in_threads(unpack, entries, self._threads)
+                    if before is base[entry.name]:  # it may not be written to; what this replay made may
+                        tensors[entry.name] = self._buffers.take(entry.name, entry.nbytes)
+                    jobs += self._chunks(record, entry, packed[entry.name], before, tensors[entry.name])
+            in_threads(lambda job: job(), jobs, self._threads)
             self._stats["apply_s"] += time.perf_counter() - start
         self._check_hashes(record.manifest, tensors)
         return tensors
+
+    def _chunks(
+        self, record: Record, entry: TensorEntry, packed: torch.Tensor, before: torch.Tensor, after: torch.Tensor
+    ) -> list[Callable[[], None]]:
+        """The work of applying a tensor's delta, in parts; damage names the tensor."""
+
+        def apply(frame: torch.Tensor, part: slice) -> None:
+            with _named(record, entry):
+                delta.apply_chunk(frame, before[part], after[part], entry.torch_dtype.itemsize)
+
+        with _named(record, entry):
+            frames = delta.split(packed, entry.nbytes)
+        parts = delta.chunks(entry.nbytes)
+        return [partial(apply, frame, part) for frame, part in zip(frames, parts, strict=True)]
 
     def _read_full(self, store: Store, directory: str, record: Record) -> Bytes:
         if self._verify:
@@ -209,6 +220,15 @@ class DiskReceiver(Receiver):
         wrong = [entry.name for entry, value in zip(entries, found, strict=True) if value != entry.xxh3_128]
         if wrong:
             raise VerificationError(manifest.version, wrong)
+
+
+@contextmanager
+def _named(record: Record, entry: TensorEntry):
+    """A delta that is damaged, as an error that names its tensor."""
+    try:
+        yield
+    except WeightSyncError as error:
+        raise VerificationError(record.manifest.version, [entry.name]) from error
 
 
 def _requests(file: FileRecord, targets: Bytes) -> list[tuple[int, list[tuple[str, torch.Tensor]]]]:

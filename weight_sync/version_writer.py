@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -88,7 +89,7 @@ class VersionWriter:
         start = time.perf_counter()
         hashes = self._pool.map(lambda entry: xxh3_128(tensors[entry.name]), entries if self._hashes else ())
         if self._is_delta:
-            encoded = list(self._pool.map(lambda entry: self._encode(entry, tensors[entry.name]), entries))
+            encoded = self._encode(entries, tensors)
         else:
             encoded = [tensors[entry.name].numpy().data for entry in entries]
         self.seconds["encode_s"] += time.perf_counter() - start
@@ -103,11 +104,20 @@ class VersionWriter:
             list(self._pool.map(lambda entry: self._remember(entry, tensors[entry.name]), entries))
         self.seconds["hash_s"] += time.perf_counter() - start
 
-    def _encode(self, entry: TensorEntry, new: torch.Tensor) -> bytes | None:
-        encoded = delta.encode(self._previous[entry.name], new, entry.torch_dtype.itemsize, self._level)
-        if encoded is not None:
-            self._previous[entry.name].copy_(new)
-        return encoded
+    def _encode(self, entries: Sequence[TensorEntry], tensors: dict[str, torch.Tensor]) -> list[bytes | None]:
+        """The delta of every tensor, whose previous bytes are brought up to date chunk by chunk."""
+
+        def encode(job: tuple[TensorEntry, slice]) -> bytes:
+            entry, part = job
+            previous, new = self._previous[entry.name][part], tensors[entry.name][part]
+            frame = delta.encode_chunk(previous, new, entry.torch_dtype.itemsize, self._level)
+            if frame:
+                previous.copy_(new)
+            return frame
+
+        counts = [len(list(delta.chunks(entry.nbytes))) for entry in entries]
+        frames = self._pool.map(encode, [(entry, part) for entry in entries for part in delta.chunks(entry.nbytes)])
+        return [delta.join(list(itertools.islice(frames, count))) for count in counts]
 
     def _remember(self, entry: TensorEntry, new: torch.Tensor) -> None:
         if entry.name not in self._previous:

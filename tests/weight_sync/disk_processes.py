@@ -121,7 +121,7 @@ def receive_and_die(state, handle: dict) -> None:
     from weight_sync import disk_receiver
 
     count = 0
-    apply = disk_receiver.delta.apply
+    apply = disk_receiver.delta.apply_chunk
 
     def half(*args):
         nonlocal count
@@ -130,5 +130,5 @@ def receive_and_die(state, handle: dict) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         apply(*args)
 
-    disk_receiver.delta.apply = half
+    disk_receiver.delta.apply_chunk = half
     state["disk_receiver"].receive(handle)
