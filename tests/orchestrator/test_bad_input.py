@@ -105,6 +105,12 @@ def test_names(start):
     one_line(start("weight_sync.transport=carrier_pigeon"), "carrier_pigeon", "shared_memory")
 
 
+def test_options_of_a_transport(start):
+    one_line(start("+weight_sync.options.slot=1"), "weight_sync.options.slot", "shared_memory", "slots")
+    one_line(start("+weight_sync.options.rank=1"), "weight_sync.options.rank is no option")
+    one_line(start("weight_sync.transport=disk"), "weight_sync.options.url is required by transport disk")
+
+
 def test_resume_from_what_is_no_checkpoint(start, tmp_path):
     one_line(start(f"resume={tmp_path}"), str(tmp_path))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 from jobs import MARK, read_rows
@@ -35,6 +37,20 @@ def test_policies_arrive_while_answers_are_written(start_job, tmp_path, transpor
         assert pause_mode == "abort" or row["sync/aborted_requests"] == 0
     assert max(row["rollout/staleness_max"] for row in rows) == 1
     assert (run_dir / "weights").exists() == transport.startswith("disk")
+
+
+def test_a_policy_that_does_not_verify_is_published_again(start_job, tmp_path):
+    """By the only engine, in the middle of the run, with answers in flight."""
+    run_dir = tmp_path / "run"
+    settings = ["trainer.steps=3", "rollout.max_staleness=1", "weight_sync.transport=damaging_transport:TRANSPORT"]
+    job = start_job(f"run_dir={run_dir}", *settings, environment={"PYTHONPATH": str(Path(__file__).parent)})
+    code, output = job.finish()
+    assert code == 0, output
+    assert job.left_behind() == []
+    rows = read_rows(run_dir)  # the row of step s ends with the sync of version s + 1
+    assert [row["sync/failed_engines"] for row in rows] == [0, 1, 0]
+    assert [row["sync/reloaded_engines"] for row in rows] == [0, 1, 0]
+    assert all(row["sync/checked_engines"] == 1 for row in rows)
 
 
 def test_an_engine_that_is_killed_is_started_anew(start_job, tmp_path):
