@@ -157,15 +157,14 @@ class IciSender(Sender):
 
         def describe() -> tuple[int, int, str, int]:
             mine.extend(shards)
-            last_job = self._server.withdraw(oldest)
             regions = repr([Region.of(shard) for shard in mine])
-            return version, self._sequence, xxh3_128(regions.encode()), last_job
+            return version, self._sequence, xxh3_128(regions.encode()), self._server.withdraw(oldest)
 
         said = self._ranks.exchange(describe)
         if len({(version, sequence) for version, sequence, _, _ in said}) > 1:
             raise WeightSyncError(f"the ranks publish different versions: {[version for version, *_ in said]}")
-        last_job = said[0][3]  # rank 0 says which requests are served
-        self._ranks.exchange(lambda: self._server.wait_for(last_job))
+        last_job = said[0][3]
+        self._ranks.exchange(lambda: self._server.forget(oldest, last_job))
         if self._ranks.rank == 0:
             self._store.delete(publication_key(oldest))
         regions = [digest for _, _, digest, _ in said]
@@ -214,7 +213,14 @@ class IciSender(Sender):
     def _offer(self, manifest: Manifest, flat: FlatRegions) -> str | None:
         """Let receivers have the version; on rank 0, the hash of what they find in the store about it."""
         publication = Publication(
-            self._sequence, manifest, self._layout.writes, self._bucket_bytes, self._bucket_tensors, self._backend, flat
+            self._sequence,
+            manifest,
+            self._layout.writes,
+            self._bucket_bytes,
+            self._bucket_tensors,
+            self._backend,
+            self._device.type,
+            flat,
         )
         digest = None
         if self._ranks.rank == 0:

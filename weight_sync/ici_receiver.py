@@ -65,7 +65,7 @@ class IciReceiver(Receiver):
     wants             which regions of which tensors this rank needs, at most one per tensor, from the manifest of a
                       version; None: every tensor whole. A region is checked against a hash that its sender made when it
                       sent it, a whole tensor against that in the manifest
-    device            where received tensors lie, a device that the sender's backend moves tensors of
+    device            where received tensors lie (default: the kind of device that the sender has its own on)
     timeout_s         deadline of every wait for another rank; waiting for other receivers' turns may take twice that
 
     Tensors lie in memory that the next ``receive`` reuses.
@@ -78,18 +78,18 @@ class IciReceiver(Receiver):
         name: str = "receivers",
         verify: bool = True,
         wants: Callable[[Manifest], Iterable[Region]] | None = None,
-        device: str = "cpu",
+        device: str | None = None,
         timeout_s: float = 120.0,
         threads: int | None = None,
     ):
         self._rank, self._world_size, self._name = rank, world_size, name
         self._verify, self._wants = verify, wants
-        self._device, self._timeout_s = torch.device(device), timeout_s
+        self._device, self._timeout_s = device, timeout_s
         self._threads = threads or default_threads()
         self._store: Store | None = None
         self._group: Group | None = None
         self._link: str | None = None
-        self._staging = Staging(self._device)
+        self._staging: Staging | None = None
         self._wanted: list[Region] = []
         self._flat: FlatRegions | None = None
         self._received = 0
@@ -108,7 +108,7 @@ class IciReceiver(Receiver):
         return self._receive(handle)  # the link may have been broken for long; a new one tells
 
     def close(self) -> None:
-        self._store = self._group = self._link = self._flat = None
+        self._store = self._group = self._link = self._flat = self._staging = None
         self._wanted = []
 
     def _receive(self, handle: Handle) -> Received:
@@ -123,12 +123,12 @@ class IciReceiver(Receiver):
                 raise WeightSyncError(f"{name}: a receiver can want one region of a tensor, not several")
             request = self._request(handle, wants)
             asked = time.perf_counter()
-            checked = self._take(publication, request, wanted)
+            checks = self._take(publication, request, wanted)
+            taken = time.perf_counter()
+            self._check(publication, request, checks)
         except (RuntimeError, TimeoutError) as error:
             self._group = self._link = None
             raise LinkBrokenError(f"version {handle['version']} did not arrive: {self._reason(error)}") from error
-        taken = time.perf_counter()
-        self._check(publication, request, checked)
         end = time.perf_counter()
 
         received = self._received
@@ -199,7 +199,8 @@ class IciReceiver(Receiver):
     def _join(self, request: dict[str, Any], publication: Publication) -> Group:
         """The link's group, once the sender has come to this request."""
         self._number = request["number"]
-        answer = self._store.wait(f"answer/{request['number']}", 2 * self._timeout_s)
+        wait = self._store.take if self._world_size == 1 else self._store.wait
+        answer = wait(f"answer/{request['number']}", 2 * self._timeout_s)
         if answer.get("stale"):
             raise StaleHandleError(answer["error"])
         if "error" in answer:
@@ -217,8 +218,9 @@ class IciReceiver(Receiver):
         plan = receiver_buckets(publication, request["wants"])
         buckets = {source: of[self._rank] for source, of in enumerate(plan) if self._rank in of}
         if wanted != self._wanted or self._flat is None:
-            self._flat = FlatRegions(wanted)
-            self._flat.allocate(self._device)
+            device = torch.device(self._device or publication.device)
+            self._flat, self._staging = FlatRegions(wanted), Staging(device)
+            self._flat.allocate(device)
             self._wanted = wanted
         checks = Checks(self._flat, wanted, request["wants"][self._rank] is None, self._threads)
         see = checks.see if self._verify else ignore

@@ -30,6 +30,8 @@ class Publication:
     bucket_bytes: int
     bucket_tensors: int | None
     backend: str
+    device: str
+    """Kind of the device between which the backend moves tensors."""
     flat: FlatRegions | None = None
     """On a sender rank: its regions' data."""
 
@@ -43,6 +45,7 @@ class Publication:
             "bucket_bytes": self.bucket_bytes,
             "bucket_tensors": self.bucket_tensors,
             "backend": self.backend,
+            "device": self.device,
         }
         return zlib.compress(json.dumps(fields, separators=(",", ":")).encode(), level=1)
 

@@ -62,7 +62,7 @@ class LinkServer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _idle: threading.Condition = field(default_factory=threading.Condition)
     _stopping: threading.Event = field(default_factory=threading.Event)
-    _issued: int = 0
+    _last_job: dict[int, int] = field(default_factory=dict)
     _done: int = 0
 
     def __post_init__(self) -> None:
@@ -77,18 +77,26 @@ class LinkServer:
             self._publications[publication.sequence] = publication
 
     def withdraw(self, sequence: int) -> int:
-        """From now on requests for it are refused; the number of the last job that may still read it."""
+        """On rank 0: from now on requests for it are refused. The number of the last job that may still read it."""
+        if self.rank != 0:
+            return 0
         with self._lock:
             self._publications.pop(sequence, None)
-            return self._issued
+            return self._last_job.pop(sequence, 0)
 
-    def wait_for(self, job: int) -> None:
-        """Until this rank is through with a job. Every wait inside a job has a deadline, and so has this one."""
+    def forget(self, sequence: int, last_job: int) -> None:
+        """Wait until this rank is through with the last job that reads it; its memory is free then.
+
+        Every wait inside a job has a deadline, and so has this one.
+        """
+        deadline_s = 3 * self.timeout_s
         with self._idle:
-            if not self._idle.wait_for(lambda: self._done >= job, 3 * self.timeout_s):
+            if not self._idle.wait_for(lambda: self._done >= last_job, deadline_s):
                 raise WeightSyncError(
-                    f"sender rank {self.rank}: a receiver still takes an older version after {3 * self.timeout_s:g} s"
+                    f"sender rank {self.rank}: a receiver still takes an older version after {deadline_s:g} s"
                 )
+        with self._lock:
+            self._publications.pop(sequence, None)
 
     def close(self) -> None:
         """End the thread; if it waits for a receiver, it ends at that wait's deadline at the latest."""
@@ -96,7 +104,6 @@ class LinkServer:
         self._thread.join(min(5.0, self.timeout_s))
 
     def _run(self) -> None:
-        torch.set_num_threads(1)
         jobs = self._requests() if self.rank == 0 else self._passed_on()
         try:
             for number, job, publication in jobs:
@@ -104,7 +111,7 @@ class LinkServer:
                 with self._idle:
                     self._done = number
                     self._idle.notify_all()
-        except RuntimeError as error:  # the store is gone, and with it sender rank 0
+        except Exception as error:  # the store is gone, and with it sender rank 0
             if not self._stopping.is_set():
                 log.warning("sender rank %d serves no more receivers: %s", self.rank, one_line(error))
         finally:
@@ -112,14 +119,16 @@ class LinkServer:
 
     def _requests(self):
         """Rank 0: (job number, request, version) of every request that can be served."""
+        job = 0
         for number in self._numbers("requests"):
             request = self._request(number)
             if request is None:
                 continue
             with self._lock:
                 publication = self._publications.get(request["sequence"])
-                self._issued += publication is not None
-                job = self._issued
+                if publication is not None:
+                    job += 1
+                    self._last_job[publication.sequence] = job
             if publication is None:
                 line = f"version {request['version']} was overwritten by a later one"
                 self._store.put(f"answer/{number}", {"error": line, "stale": True})
@@ -137,7 +146,6 @@ class LinkServer:
                 self._store.delete(f"job/{number}")
                 self._store.delete(f"job/{number}/read")
             with self._lock:
-                self._issued = number
                 publication = self._publications[job["sequence"]]
             yield number, job, publication
             number += 1
@@ -174,7 +182,7 @@ class LinkServer:
                 send_broadcast(link.group, link.gather, self.rank, publication, self._staging)
             else:
                 self._send_regions(link, job, publication)
-        except (RuntimeError, WeightSyncError, OSError) as error:
+        except Exception as error:
             self._links.pop(name, None)
             line = f"sender rank {self.rank}: {one_line(error)}"
             log.warning("version %d, link %s: %s", publication.manifest.version, name, line)

@@ -125,6 +125,16 @@ def test_other_tensors_and_other_cuts_in_the_next_version(opened, engines):
     assert engines[0].call(ici.receive_rows, handle) == {"first": {9.0}, "second": {10.0}}
 
 
+def test_a_link_that_was_given_up_for_long_disuse(opened, engines):
+    ranks = opened(2)
+    on_all(engines, ici.open_ici_receiver, {})
+    for version in range(1, 31):
+        handle = on_all(ranks, ici.publish, version, version, "rows")[0]
+        if version in (1, 30):
+            assert engines[1].call(ici.receive, handle) == as_received(sp.policy(version))
+        assert engines[0].call(ici.receive, handle) == as_received(sp.policy(version))
+
+
 def test_a_version_stays_until_the_publish_after_the_next(opened, engines):
     ranks = opened(1)
     engines[0].call(ici.open_ici_receiver, {})
