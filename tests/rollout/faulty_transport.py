@@ -1,12 +1,13 @@
-"""Shared memory whose receiver breaks on request: a handle with ``fault`` meets it once, in the middle of the load.
+"""Shared memory whose receiver breaks on request, by a handle with ``fault``, as long as the file ``fault["file"]`` exists.
 
-The request is a file, ``fault["file"]``, which is removed when the fault strikes; ``fault["kind"]`` is ``raise`` or ``kill``.
+``fault["kind"]`` is ``hang``, until the file is gone; or ``raise`` or ``kill``, once, in the middle of the load.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -28,6 +29,8 @@ class FaultyTensors(dict):
 
 class FaultyReceiver(SharedMemoryReceiver):
     def receive(self, handle) -> Received:
+        while "fault" in handle and handle["fault"]["kind"] == "hang" and Path(handle["fault"]["file"]).exists():
+            time.sleep(0.1)
         received = super().receive(handle)
         if "fault" in handle:
             received.tensors = FaultyTensors(received.tensors)

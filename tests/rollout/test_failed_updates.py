@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
+from processes import gone, session_members
 from tiny import changed, load_model, make_config, weights_of
 
 from rl_tpu.rollout.fleet import Fleet
@@ -102,6 +106,26 @@ def test_a_process_that_is_killed_in_mid_load(fleet, run, publish, weights, tmp_
     assert run(fleet.check_weights(newer)) == 1
 
 
+def test_a_policy_that_does_not_arrive_in_time(fleet, run, publish, weights, tmp_path, monkeypatch):
+    """The engine goes on with what it holds; it takes the policy when it can be had."""
+    run(fleet.update_weights(publish(6, weights), 6))
+    new = changed(weights, seed=7)
+    (tmp_path / "fault").touch()
+    handle = publish(7, new) | {"fault": {"kind": "hang", "file": str(tmp_path / "fault")}}
+    engine = fleet.engines[0]
+    with monkeypatch.context() as patch:
+        sync = engine._config.weight_sync.model_copy(update={"timeout_s": 1.0})
+        patch.setattr(engine, "_config", engine._config.model_copy(update={"weight_sync": sync}))
+        metrics = run(fleet.update_weights(handle, 7))
+    assert metrics["sync/failed_engines"] == 1
+    assert "did not receive policy version 7 within weight_sync.timeout_s 1 s" in fleet.lost["engine 0"]
+    (completion,) = run(engine.generate(PROMPT, SamplingParams(8), 1))
+    assert completion.spans[0].version == 6
+    (tmp_path / "fault").unlink()
+    assert run(fleet.reload(publish(7, new), 7))["sync/reloaded_engines"] == 1
+    assert run(fleet.check_weights(new)) == 1
+
+
 def test_an_engine_that_dies_while_it_writes(fleet, run, publish, weights):
     """No sync is near: it is brought the policy that was published last."""
 
@@ -111,7 +135,22 @@ def test_an_engine_that_dies_while_it_writes(fleet, run, publish, weights):
         await fleet.engines[0]._actor.close.remote()
         return await asyncio.wait_for(request, 120)
 
-    run(fleet.update_weights(publish(6, weights), 6))
+    run(fleet.update_weights(publish(8, weights), 8))
     completions = run(kill_in_mid_decode())
-    assert [span.version for completion in completions for span in completion.spans] == [6, 6]
+    assert [span.version for completion in completions for span in completion.spans] == [8, 8]
     assert run(fleet.check_weights(weights)) == 1
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs(fleet, run, publish, weights):
+    """It is found out within the deadlines of a sync and replaced."""
+    engine = fleet.engines[0]
+    session = ray.get(engine._actor.__ray_call__.remote(lambda actor: actor._server._process.pid), timeout=30)
+    for process in session_members(session):
+        os.kill(process, signal.SIGSTOP)
+    new = changed(weights, seed=9)
+    metrics, completions = run(synchronise(fleet, 9, publish(9, new), pytest.fail))
+    assert metrics["sync/failed_engines"] == 1
+    assert len(completions) == 6
+    assert gone(session)
+    assert run(fleet.check_weights(new)) == 1
