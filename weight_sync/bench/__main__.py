@@ -52,8 +52,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(str(error))
     if not 0 <= options.changed <= 1 or options.repeats < 1:
         parser.error("--changed must lie between 0 and 1, --repeats must be at least 1")
-    if not options.directory.is_dir():
-        parser.error(f"--directory {options.directory} is not a directory")
+    places = {"--directory": options.directory, "--json": options.json, "--plot": options.plot}
+    for option, place in places.items():
+        directory = place if option == "--directory" or place is None else place.parent
+        if directory is not None and not directory.is_dir():
+            parser.error(f"{option} {place}: {directory} is not a directory")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib, which is not installed")
     return options
@@ -113,7 +116,10 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         dir=options.directory, prefix="weight_sync-bench-", ignore_cleanup_errors=True
     ) as directory:
         if options.limits:
-            yield from limits.measure(payload, Path(directory), repeats, timeout_s, _progress("limits"))
+            try:
+                yield from limits.measure(payload, Path(directory), repeats, timeout_s, _progress("limits"))
+            except WorkerError as error:
+                yield make_row("limit", "limits", payload.nbytes, [], error=str(error))
         for senders in options.senders:
             for receivers in options.receivers:
                 yield from _transfers(options, Path(directory), senders, receivers)
@@ -155,10 +161,11 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(row)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    _say("\x1b[2K" if sys.stderr.isatty() else "")
     print(report.table(rows))
-    if options.plot:
-        report.draw(rows, options.plot)
     measured = [row for row in rows if "error" not in row]
+    if options.plot and measured:
+        report.draw(measured, options.plot)
     return 0 if measured and len(measured) == len(rows) else 1
 
 

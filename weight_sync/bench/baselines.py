@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weight_sync.bench import limits, processes
+from weight_sync.bench import limits
 from weight_sync.bench.payload import Payload, hold
 from weight_sync.bench.processes import State, Worker, on_all
 from weight_sync.bench.timing import WARM_UPS, make_row, timed
@@ -64,7 +64,6 @@ def measure(
     try:
         on_all([worker], timeout_s, hold, payload)
         memcpy_gb_per_s = limits.memcpy_rate(worker, timeout_s)
-        on_all([worker], timeout_s, processes.reset_peak_memory)
         progress("starting")
         verified = on_all([worker], timeout_s, _open, source, name, payload)[0]
         rounds = []

@@ -58,28 +58,27 @@ def _number(value: float | None, form: str) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bars of GB/s on a logarithmic scale; the dashed line is memcpy in one thread."""
+    """Bars of GB/s of rows without errors, on a logarithmic scale; the dashed line is memcpy in one thread."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    good = [row for row in rows if "error" not in row]
     colours = {"limit": "0.6", "transport": "tab:blue", "baseline": "tab:orange"}
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.28 * len(good)), layout="constrained")
-    names = [label(row) + ("" if row["kind"] == "limit" else f"  {row['senders']}>{row['receivers']}") for row in good]
-    places = range(len(good), 0, -1)
-    bars = axes.barh(places, [row["gb_per_s"] for row in good], color=[colours[row["kind"]] for row in good])
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.28 * len(rows)), layout="constrained")
+    names = [label(row) + ("" if row["kind"] == "limit" else f"  {row['senders']}>{row['receivers']}") for row in rows]
+    places = range(len(rows), 0, -1)
+    bars = axes.barh(places, [row["gb_per_s"] for row in rows], color=[colours[row["kind"]] for row in rows])
     axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     axes.set_yticks(places, names, fontsize=8)
     axes.set_xscale("log")
     axes.set_xlabel("GB/s, from private tensors of the sender to tensors in the receiver")
-    memcpy = [row["memcpy_gb_per_s"] for row in good if row["memcpy_gb_per_s"]]
+    memcpy = [row["memcpy_gb_per_s"] for row in rows if row["memcpy_gb_per_s"]]
     if memcpy:
         axes.axvline(sorted(memcpy)[len(memcpy) // 2], color="0.3", linestyle="--", linewidth=1)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12)
-    payload = max(row["payload_bytes"] for row in good) / 1e9
+    payload = max(row["payload_bytes"] for row in rows) / 1e9
     axes.set_title(f"{payload:.3g} GB; grey: this machine's limits, blue: weight_sync, orange: others", fontsize=9)
     figure.savefig(path, dpi=140)
     pyplot.close(figure)
