@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
@@ -20,17 +21,17 @@ PIECE_BYTES = 64 << 20
 class Copy(NamedTuple):
     """``source`` (any device, dtype, strides) goes to ``target`` of the same shape in shared memory.
 
-    With ``whole`` the target is all of tensor ``name``, so its bytes can be hashed on the way.
+    ``to_hash``: the target is all of tensor ``name``, and its hash is wanted.
     """
 
     name: str
     target: torch.Tensor
     source: torch.Tensor
-    whole: bool
+    to_hash: bool
 
 
-def copy_tensors(copies: list[Copy], hashes: bool, threads: int) -> dict[str, str]:
-    """Do all copies, the largest best first. Returns the xxh3-128 of the tensors that were hashed on the way.
+def copy_tensors(copies: list[Copy], threads: int) -> dict[str, str]:
+    """Do all copies, best the largest first. Returns the xxh3-128 of the tensors that were hashed on the way.
 
     One thread hashes one tensor. A tensor so large that the other threads would wait for it is copied by all of them in
     pieces instead, and left for the caller to hash.
@@ -43,7 +44,7 @@ def copy_tensors(copies: list[Copy], hashes: bool, threads: int) -> dict[str, st
 
     work = []
     for copy in copies:
-        if hashes and copy.whole and copy.target.nbytes <= fair_share:
+        if copy.to_hash and copy.target.nbytes <= fair_share:
             work.append(partial(copy_and_hash, copy))
         else:
             work.extend(partial(_copy, *piece) for piece in _pieces(copy.target, copy.source, PIECE_BYTES))
@@ -51,12 +52,15 @@ def copy_tensors(copies: list[Copy], hashes: bool, threads: int) -> dict[str, st
     return hashed
 
 
-def _copy(target, source) -> None:
-    target[...] = source
+def _copy(target: torch.Tensor | np.ndarray, source: torch.Tensor | np.ndarray) -> None:
+    if isinstance(target, np.ndarray):
+        np.copyto(target, source)
+    else:
+        target.copy_(source)
 
 
 def _copy_and_hash(target: torch.Tensor, source: torch.Tensor) -> str:
-    hasher, data, end = xxhash.xxh3_128(), _bytes_of(target), 0
+    hasher, data, end = xxhash.xxh3_128(), bytes_of(target), 0
     for piece, values in _pieces(target, source, CACHED_BYTES):
         _copy(piece, values)
         start, end = end, end + piece.nbytes
@@ -71,7 +75,7 @@ def _pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator
         yield target, source  # one transfer from a device beats many
         return
     if source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous():
-        target, source = _bytes_of(target), _bytes_of(source)
+        target, source = bytes_of(target), bytes_of(source)
     elif target.dim() == 0:
         target, source = target.view(1), source.view(1)
     rows = max(1, nbytes * len(target) // max(1, target.nbytes))
@@ -79,5 +83,6 @@ def _pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator
         yield target[start : start + rows], source[start : start + rows]
 
 
-def _bytes_of(tensor: torch.Tensor):
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a contiguous CPU tensor, not a copy."""
     return tensor.view(-1).view(torch.uint8).numpy()

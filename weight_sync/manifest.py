@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -95,7 +95,7 @@ class Manifest:
         )
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(vars(self) | {"tensors": [vars(entry) for entry in self.tensors]}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:

@@ -86,6 +86,10 @@ class Region:
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.global_shape
+
     def overlaps(self, other: Region) -> bool:
         spans = zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
         return all(a < b + m and b < a + n for a, n, b, m in spans)

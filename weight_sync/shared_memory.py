@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weight_sync.copying import Copy, copy_tensors
+from weight_sync.copying import Copy, bytes_of, copy_tensors
 from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncError
 from weight_sync.hashing import default_threads, in_threads, share_out, xxh3_128
 from weight_sync.manifest import Manifest
@@ -67,11 +67,13 @@ class SharedMemorySender(Sender):
         self._digests: list[str] = []  # by rank: of the regions the layout was made from
         self._regions: list[Region] = []
         self._digest = ""  # of this rank's regions
+        self._hashed_ahead: dict[Region, str] = {}
         self._sequence = 0
         self._next_slot = 0
 
     def publish(self, version: int, shards: Iterable[Shard], whole: bool = False) -> Handle:
         start = time.perf_counter()
+        ahead, self._hashed_ahead = self._hashed_ahead, {}
         self._sequence += 1
         if self._segments and self._ranks.rank == 0:
             self._segments[self._next_slot].begin_write(self._sequence)
@@ -79,7 +81,7 @@ class SharedMemorySender(Sender):
         segment = self._segments[self._next_slot]
         agreed = time.perf_counter()
 
-        written = self._ranks.exchange(lambda: self._write(mine))
+        written = self._ranks.exchange(lambda: self._write(mine, ahead))
         copied = time.perf_counter()
 
         manifest = dataclasses.replace(self._layout.manifest, version=version)
@@ -110,6 +112,16 @@ class SharedMemorySender(Sender):
             "manifest_xxh3_128": xxh3_128(text),
         }
 
+    def hash_ahead(self, shards: Iterable[Shard]) -> None:
+        """Hash whole tensors of this rank now, in the time before ``publish``, which then only has to copy them.
+
+        Not collective. It counts for the next publish and for shards that are whole, contiguous, on the CPU and
+        published in their own dtype. If one changes before it is published, receivers refuse that version and name it.
+        """
+        ready = [shard for shard in shards if _can_be_hashed_ahead(shard)]
+        hashes = in_threads(lambda shard: xxh3_128(bytes_of(shard.data.detach())), ready, self._threads)
+        self._hashed_ahead = {Region.of(shard): value for shard, value in zip(ready, hashes, strict=True)}
+
     def close(self) -> None:
         """Rank 0 removes the files; receivers that have them mapped can finish reading."""
         if self._ranks.rank == 0:
@@ -121,18 +133,19 @@ class SharedMemorySender(Sender):
         """Collective: this rank's shards by region, once segments laid out for all ranks' shards are there."""
         mine: list[Shard] = []
 
-        def describe() -> tuple[int, int, str]:
+        def describe() -> tuple[int, int, str, bool]:
             mine.extend(shards)
             regions = [Region.of(shard) for shard in mine]
             if regions != self._regions:
                 self._regions, self._digest = regions, xxh3_128(repr(regions).encode())
-            return version, self._sequence, self._digest
+            there = all(segment.path.exists() for segment in self._segments)  # not if somebody cleaned up
+            return version, self._sequence, self._digest, there
 
         said = self._ranks.exchange(describe)
-        if len({(version, sequence) for version, sequence, _ in said}) > 1:
-            raise WeightSyncError(f"the ranks publish different versions: {[version for version, _, _ in said]}")
-        digests = [digest for _, _, digest in said]
-        if digests != self._digests:
+        versions, sequences, digests, there = (list(column) for column in zip(*said, strict=True))
+        if len(set(versions)) > 1 or len(set(sequences)) > 1:
+            raise WeightSyncError(f"the ranks publish different versions: {versions}")
+        if digests != self._digests or not all(there):
             self._allocate(make_layout(self._ranks.exchange(lambda: self._regions)))
             self._digests = digests
         return dict(zip(self._regions, mine, strict=True))
@@ -168,19 +181,31 @@ class SharedMemorySender(Sender):
             raise
         self._layout, self._next_slot = layout, 0
 
-    def _write(self, shards: dict[Region, Shard]) -> dict[str, str]:
-        """Copies what this rank writes; the hashes of the tensors that were hashed on the way."""
+    def _write(self, shards: dict[Region, Shard], ahead: dict[Region, str]) -> dict[str, str]:
+        """Copies what this rank writes; the hashes of the tensors that were hashed ahead or on the way."""
+        targets = self._targets[self._next_slot]
         copies = [
-            Copy(region.name, target, shards[region].data.detach(), region.shape == region.global_shape)
-            for region, target in self._targets[self._next_slot].items()
+            Copy(
+                region.name,
+                target,
+                shards[region].data.detach(),
+                self._hashes and region.is_whole and region not in ahead,
+            )
+            for region, target in targets.items()
         ]
-        return copy_tensors(copies, self._hashes, self._threads)
+        hashed = copy_tensors(copies, self._threads)
+        return hashed | {region.name: value for region, value in ahead.items() if region in targets}
 
     def _finish(self, segment: Segment, manifest: Manifest, text: bytes) -> None:
         if self._ranks.rank == 0:
             target = segment.data[_manifest_offset(manifest) :][: len(text)]
             target.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
             segment.end_write(self._sequence)
+
+
+def _can_be_hashed_ahead(shard: Shard) -> bool:
+    data = shard.data
+    return Region.of(shard).is_whole and data.is_cpu and data.dtype == shard.dtype and data.is_contiguous()
 
 
 def _manifest_offset(manifest: Manifest) -> int:

@@ -7,7 +7,7 @@ import gc
 import itertools
 import json
 import os
-import signal
+import time
 from pathlib import Path
 
 import torch
@@ -99,14 +99,6 @@ def publish_failing(state, version: int, rank: int) -> dict:
     return state["sender"].publish(version, shards())
 
 
-def publish_and_die(state, version: int) -> None:
-    def shards():
-        yield Shard.whole("weight", torch.zeros(8))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    state["sender"].publish(version, shards())
-
-
 def publish_constant(state, version: int, numel: int) -> dict:
     return state["sender"].publish(version, [Shard.whole("weight", torch.full((numel,), float(version)))])
 
@@ -127,6 +119,13 @@ def sender_manifest(state) -> str:
 
 def close_sender(state) -> None:
     state.pop("sender").close()
+
+
+def publish_rows_of_constant(state, version: int, numel: int) -> dict:
+    """Each rank its rows of one tensor, and a second that all ranks hold."""
+    tensors = {"weight": torch.full((numel,), float(version)), "norm": torch.full((9,), float(version))}
+    shards = shards_of(tensors, state.get("rank", 0), state.get("world_size", 1), "rows")
+    return state["sender"].publish(version, [*shards, Shard.whole("replica", tensors["norm"])])
 
 
 # --- run in an engine's process ---
@@ -150,6 +149,14 @@ def receive_and_scale(state, handle: dict, name: str) -> float:
         return float(tensor[0])
 
 
+def receive_and_hang(state, handle: dict, loading: str) -> None:
+    """Half of the tensors are loaded when the engine stops for good."""
+    with state["receiver"].receive(handle) as received:
+        state["loaded"] = [tensor.clone() for tensor in list(received.tensors.values())[: len(received.tensors) // 2]]
+        Path(loading).touch()
+        time.sleep(600)
+
+
 def footprint(state) -> dict[str, int]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # free memory that the allocator keeps would hide a leak
@@ -160,5 +167,4 @@ def footprint(state) -> dict[str, int]:
         "fds": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "mappings": sum("weight_sync" in line for line in maps),
-        "shm": len([name for name in os.listdir("/dev/shm") if name.startswith("weight_sync.")]),
     }

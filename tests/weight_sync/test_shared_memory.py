@@ -200,17 +200,6 @@ def test_overwriting_while_an_engine_loads_is_noticed(run_id):
     sender.close()
 
 
-def test_sender_killed_in_mid_write_leaves_the_version_before_readable(engine, trainer, run_id):
-    trainer.call(sp.open_for, run_id, {})
-    handles = [trainer.call(sp.publish_constant, version, 8) for version in (1, 2)]
-    trainer.start(sp.publish_and_die, 3)
-    trainer.process.join(30)
-    assert trainer.process.exitcode == -9
-    with pytest.raises(StaleHandleError, match=r"version 1 .*publish 3 is overwriting publish 1"):
-        engine.call(sp.receive, handles[0])
-    assert engine.call(sp.receive, handles[1])["weight"][2] == sp.bits(torch.full((8,), 2.0))
-
-
 @pytest.mark.parametrize("verify", [True, False])
 def test_no_mixture_of_versions_is_ever_accepted(worker, run_id, tmp_path, verify):
     """A sender overwrites its segments as fast as it can while this process copies out of them, until both happened:
@@ -325,21 +314,25 @@ def test_too_little_space_is_told_with_the_numbers(run_id):
     sender.close()
 
 
-def test_a_hundred_syncs_leave_everything_flat(engine, worker, run_id):
-    numel = 1_000_000
+@pytest.mark.parametrize("senders", ["worker", "ranks"])
+def test_a_hundred_syncs_leave_everything_flat(request, engine, run_id, senders):
+    """One sender, then two ranks: memory, files, threads and segments after the third sync and a hundred later."""
+    numel, senders = 1_000_000, request.getfixturevalue(senders)
+    senders = senders if isinstance(senders, list) else [senders]
 
     def sync(versions: range) -> list[dict]:
         for version in versions:
-            engine.call(sp.receive_and_scale, worker.call(sp.publish_constant, version, numel), "weight")
-        return [remote.call(sp.footprint) for remote in (worker, engine)]
+            handle = on_all(senders, sp.publish_rows_of_constant, version, numel)[0]
+            engine.call(sp.receive_and_scale, handle, "weight")
+        return [remote.call(sp.footprint) | {"segments": segments(run_id)} for remote in (*senders, engine)]
 
-    worker.call(sp.open_for, run_id, {})
-    before, after = sync(range(1, 11)), sync(range(11, 111))
+    on_all(senders, sp.open_for, run_id, {})
+    before, after = sync(range(1, 4)), sync(range(4, 104))
     for start, end in zip(before, after, strict=True):
         growth = end.pop("rss_bytes") - start.pop("rss_bytes")
         assert growth < numel, f"grew by {growth} bytes over 100 syncs of {4 * numel}"
         assert start == end
-    worker.call(sp.close_sender)
+    on_all(senders, sp.close_sender)
 
 
 def test_segments_of_a_killed_owner_are_removed_and_no_others(engine, trainer, run_id):
