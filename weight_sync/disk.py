@@ -30,8 +30,8 @@ from weight_sync.transport import Handle, Sender, Transport
 from weight_sync.version_writer import VersionWriter, Written
 from weight_sync.versions import LATEST_FILE, History, Link, Record, directory_name
 
-SMALL_FILES_BYTES = 2**20
-"""Room for the files of a version beside the tensors."""
+COMMIT_BYTES = 2**20
+"""Room for the headers and the commit file of a full version."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,8 @@ class DiskSender(Sender):
         self._threads = threads or default_threads(world_size)
         self._gatherer = Gatherer(rank, group)
         self._history: History | None = None
+        self._small_files: dict[str, bytes] = {}
+        """Of the full version being written, beside its tensors."""
         self._plan: _Plan | None = None
         self._chain: list[Link] = []
         """The full version that the next delta builds on, and the deltas since; empty: the next must be full."""
@@ -187,7 +189,11 @@ class DiskSender(Sender):
             self._store.remove_leftovers()
             self._history = History(self._store)
         if not is_delta:  # how large a delta will be is not known
-            self._store.require_space(self._plan.layout.total_bytes + SMALL_FILES_BYTES)
+            tensors = self._plan.layout.tensors
+            self._small_files = companion_files(self._model_dir, {entry.dtype for entry in tensors})
+            self._small_files[INDEX_FILE] = index_json([file for own in self._plan.files for file in own])
+            small = sum(map(len, self._small_files.values()))
+            self._store.require_space(sum(entry.nbytes for entry in tensors) + small + COMMIT_BYTES)
         directory = directory_name(version, is_delta, self._history.directories)
         self._store.begin(directory)
         return directory, self._history.next_publish
@@ -229,9 +235,7 @@ class DiskSender(Sender):
         if self._ranks.rank != 0:
             return
         if not record.is_delta:
-            companions = companion_files(self._model_dir, {e.dtype for e in record.manifest.tensors})
-            companions[INDEX_FILE] = index_json([file for own in self._plan.files for file in own])
-            for name, data in companions.items():
+            for name, data in self._small_files.items():
                 self._store.put(directory, name, data)
         self._store.commit(directory, text)
         self._history.add(directory, record)

@@ -56,7 +56,7 @@ class VersionWriter:
         self._position = 0
         self._done = Written({}, {})
         self.seconds = {"hash_s": 0.0, "encode_s": 0.0, "store_s": 0.0}
-        """Of this rank's background work, by part."""
+        """Of this rank's background work: for deltas, writing, and waiting for hashes that were not made meanwhile."""
 
     def submit(self, entries: Sequence[TensorEntry], tensors: dict[str, torch.Tensor]) -> None:
         """Write ``tensors`` [bytes] uint8, which must not change until this bucket is finished."""
@@ -89,20 +89,20 @@ class VersionWriter:
         start = time.perf_counter()
         hashes = self._pool.map(lambda entry: xxh3_128(tensors[entry.name]), entries if self._hashes else ())
         if self._is_delta:
-            encoded = self._encode(entries, tensors)
+            packed = self._encode(entries, tensors)
         else:
-            encoded = [tensors[entry.name].numpy().data for entry in entries]
-        self.seconds["encode_s"] += time.perf_counter() - start
-        start = time.perf_counter()
-        for entry, data in zip(entries, encoded, strict=True):
+            packed = [tensors[entry.name].numpy().data for entry in entries]
+            if self._previous is not None:
+                list(self._pool.map(lambda entry: self._remember(entry, tensors[entry.name]), entries))
+        encoded = time.perf_counter()
+        for entry, data in zip(entries, packed, strict=True):
             if data is not None:
                 self._append(entry, data)
-        self.seconds["store_s"] += time.perf_counter() - start
-        start = time.perf_counter()
+        stored = time.perf_counter()
         self._done.hashes.update(zip((entry.name for entry in entries), hashes, strict=False))
-        if self._previous is not None and not self._is_delta:
-            list(self._pool.map(lambda entry: self._remember(entry, tensors[entry.name]), entries))
-        self.seconds["hash_s"] += time.perf_counter() - start
+        self.seconds["encode_s"] += encoded - start
+        self.seconds["store_s"] += stored - encoded
+        self.seconds["hash_s"] += time.perf_counter() - stored
 
     def _encode(self, entries: Sequence[TensorEntry], tensors: dict[str, torch.Tensor]) -> list[bytes | None]:
         """The delta of every tensor, whose previous bytes are brought up to date chunk by chunk."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from weight_sync.manifest import Manifest
 from weight_sync.storage import COMMIT_FILE, Store
 
 LATEST_FILE = "latest"
-_DIRECTORY = re.compile(r"v(\d+)(-\d+)?(\.delta)?")
 
 
 def directory_name(version: int, delta: bool, taken: Iterable[str]) -> str:
@@ -105,12 +103,11 @@ class History:
         self._store = store
         found = []
         for directory in store.directories():
-            if _DIRECTORY.fullmatch(directory):
-                try:
-                    record = Record.from_json(store.read(directory, COMMIT_FILE))
-                    found.append((record.publish, directory, [link.directory for link in record.chain]))
-                except WeightSyncError:
-                    found.append((0, directory, []))
+            try:
+                record = Record.from_json(store.read(directory, COMMIT_FILE))
+                found.append((record.publish, directory, [link.directory for link in record.chain]))
+            except WeightSyncError:
+                found.append((0, directory, []))
         self.next_publish = max((publish for publish, _, _ in found), default=0) + 1
         self._chains = {directory: chain for _, directory, chain in sorted(found)}
 

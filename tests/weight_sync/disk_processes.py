@@ -116,6 +116,10 @@ def receive_disk(state, handle: dict) -> tuple[dict, dict]:
         return wire(received.tensors), received.stats
 
 
+def receive_disk_only(state, handle: dict) -> None:
+    state["disk_receiver"].receive(handle).check()
+
+
 def receive_and_die(state, handle: dict) -> None:
     """Killed when half of the tensors are unpacked."""
     from weight_sync import disk_receiver

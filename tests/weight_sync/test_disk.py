@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 import disk_processes as dp
+import fsspec
 import pytest
 import sync_processes as sp
 import torch
@@ -152,7 +153,7 @@ def test_a_model_directory_that_is_none_is_named(tmp_path):
         sender = open_sender("disk", run_id="test", url=str(tmp_path / "w"), model_dir=str(tmp_path / wrong))
         with pytest.raises(WeightSyncError, match=f"option model_dir .*{wrong}"):
             publish(sender, 1)
-        assert names(tmp_path / "w") == []
+        assert not (tmp_path / "w").exists()
 
 
 # --- what stays ---
@@ -189,6 +190,18 @@ def test_a_run_that_goes_back_keeps_its_newest(url):
     assert latest(url) == newest
     with pytest.raises(StaleHandleError, match="v00000005"):
         open_receiver("disk").receive(old)
+
+
+def test_what_others_put_beside_the_versions_is_left_alone(url):
+    filesystem, root = fsspec.core.url_to_fs(url)
+    theirs = [f"{root}/{name}/file" for name in ("checkpoints", "v1", ".cache.writing", "version00000001")]
+    for path in theirs:
+        filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+        filesystem.pipe_file(path, b"theirs")
+    sender = open_sender("disk", run_id="test", url=url, keep=1)
+    publish(sender, 1), publish(sender, 2)
+    assert [filesystem.cat_file(path) for path in theirs] == [b"theirs"] * 4
+    assert filesystem.exists(f"{root}/v00000002") > filesystem.exists(f"{root}/v00000001")
 
 
 def test_no_version_yet(url):
@@ -278,3 +291,20 @@ def test_the_manifest_is_that_of_the_final_bytes(tmp_path):
         publish(delta, version), publish(full, version)
     assert isinstance(delta.manifest, Manifest)
     assert delta.manifest == full.manifest
+
+
+@pytest.mark.parametrize("transport", ["disk", "disk_delta"])
+def test_many_syncs_stay_flat(engine, worker, tmp_path, transport):
+    """Memory, files, threads of both ends and the storage."""
+    worker.call(dp.open_disk, transport, {"url": str(tmp_path), "fsync": False, "full_every": 4})
+    engine.call(dp.open_disk_receiver, transport, {})
+    seen = []
+    for version in range(24):
+        engine.call(dp.receive_disk_only, worker.call(dp.publish_noise, version, 4_000_000))
+        if version in (11, 23):
+            stored = sum(path.stat().st_size for path in tmp_path.rglob("*"))
+            seen.append([remote.call(sp.footprint) | {"stored": stored} for remote in (worker, engine)])
+    for earlier, later in zip(*seen, strict=True):
+        assert later["rss_bytes"] < earlier["rss_bytes"] + 4_000_000
+        assert later["stored"] < earlier["stored"] + 100_000
+        assert {key: later[key] for key in ("fds", "threads")} == {key: earlier[key] for key in ("fds", "threads")}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
 COMMIT_FILE = "weight_sync.json"
+VERSION_DIRECTORY = re.compile(r"v\d{8,}(-\d+)?(\.delta)?")
+"""What versions are called; everything else in the same place is somebody else's and is left alone."""
 REQUEST_BYTES = 64 * 2**20
 """The most that one request to an object store carries; its deadline is for that much."""
 

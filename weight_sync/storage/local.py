@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from weight_sync.errors import SpaceError, StaleHandleError, WeightSyncError
-from weight_sync.storage.base import COMMIT_FILE, Store, Writer
+from weight_sync.storage.base import COMMIT_FILE, VERSION_DIRECTORY, Store, Writer
 
+_WRITING, _REMOVING = ".writing", ".removing"
 MAP_NORESERVE = 0x4000  # absent from the mmap module
 
 
@@ -27,12 +28,15 @@ class LocalStore(Store):
         return str(self.root)
 
     def directories(self) -> list[str]:
-        return [path.parent.name for path in self.root.glob(f"[!.]*/{COMMIT_FILE}")]
+        found = (path.parent.name for path in self.root.glob(f"*/{COMMIT_FILE}"))
+        return [name for name in found if VERSION_DIRECTORY.fullmatch(name)]
 
     def remove_leftovers(self) -> list[str]:
-        leftovers = [*self.root.glob(".*.writing"), *self.root.glob(".*.removing"), *self.root.glob(".*.new")]
+        hidden = [path for end in (_WRITING, _REMOVING) for path in self.root.glob(f".*{end}")]
+        leftovers = [path for path in hidden if VERSION_DIRECTORY.fullmatch(path.name[1:].rpartition(".")[0])]
         for path in leftovers:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            with _errors(f"remove {path}"):
+                shutil.rmtree(path)
         return [path.name for path in leftovers]
 
     def require_space(self, nbytes: int) -> None:
@@ -71,7 +75,7 @@ class LocalStore(Store):
         shutil.rmtree(self._staging(directory), ignore_errors=True)
 
     def remove(self, directory: str) -> None:
-        hidden = self.root / f".{directory}.removing"
+        hidden = self.root / f".{directory}{_REMOVING}"
         with _errors(f"remove {self.root / directory}"):
             (self.root / directory).rename(hidden)
             shutil.rmtree(hidden)
@@ -119,7 +123,7 @@ class LocalStore(Store):
                 os.close(fd)
 
     def _staging(self, directory: str) -> Path:
-        return self.root / f".{directory}.writing"
+        return self.root / f".{directory}{_WRITING}"
 
     def _sync(self, directory: Path) -> None:
         if self._fsync:

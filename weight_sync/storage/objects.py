@@ -11,7 +11,7 @@ import fsspec
 import torch
 
 from weight_sync.errors import StaleHandleError, WeightSyncError
-from weight_sync.storage.base import COMMIT_FILE, REQUEST_BYTES, Store, Writer
+from weight_sync.storage.base import COMMIT_FILE, REQUEST_BYTES, VERSION_DIRECTORY, Store, Writer
 
 Result = TypeVar("Result")
 
@@ -27,10 +27,10 @@ class ObjectStore(Store):
         return self._url
 
     def directories(self) -> list[str]:
-        return [name for name in self._subdirectories() if self._is_committed(name)]
+        return [name for name in self._version_directories() if self._is_committed(name)]
 
     def remove_leftovers(self) -> list[str]:
-        leftovers = [name for name in self._subdirectories() if not self._is_committed(name)]
+        leftovers = [name for name in self._version_directories() if not self._is_committed(name)]
         for name in leftovers:
             self._remove_all(name)
         return leftovers
@@ -118,13 +118,14 @@ class ObjectStore(Store):
         path = self._path(directory, COMMIT_FILE)
         return self.request(f"look for {path}", lambda: self._filesystem.exists(path))
 
-    def _subdirectories(self) -> list[str]:
+    def _version_directories(self) -> list[str]:
         self._filesystem.invalidate_cache()  # other processes write here
         try:
             listed = self.request(f"list {self._root}", lambda: self._filesystem.ls(self._root, detail=True))
         except StaleHandleError:
             return []
-        return [entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in listed if entry["type"] == "directory"]
+        found = (entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in listed if entry["type"] == "directory")
+        return [name for name in found if VERSION_DIRECTORY.fullmatch(name)]
 
 
 class _ObjectWriter(Writer):
