@@ -56,7 +56,10 @@ def test_the_vocabulary_is_filled_up_with_zeros():
 
 
 def test_each_rank_has_its_slice_and_ranks_share_scarce_heads():
-    """Four ranks, eight query heads and two key-value heads of two rows each. (Real engines: test_matrix.)"""
+    """Four ranks, eight query heads and two key-value heads of two rows each, as SGLang's QKVParallelLinear loads them.
+
+    (Real engines of two ranks: test_matrix. On a CPU SGLang starts none with more ranks than key-value heads.)
+    """
     attention, mlp = "model.layers.3.self_attn", "model.layers.3.mlp"
     rows = {f"{attention}.q_proj.weight": 16, f"{attention}.k_proj.weight": 4, f"{attention}.v_proj.weight": 4}
     rows |= {f"{attention}.q_proj.bias": 16, f"{attention}.k_proj.bias": 4, f"{attention}.v_proj.bias": 4}
