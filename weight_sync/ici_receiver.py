@@ -19,7 +19,6 @@ from weight_sync.links import Group, Store, one_line
 from weight_sync.manifest import Manifest
 from weight_sync.publication import Publication, Wants, read_publication
 from weight_sync.sender import Region
-from weight_sync.serving import receiver_buckets
 from weight_sync.transport import Handle, Received, Receiver
 
 REASON_S = 2.0
@@ -215,7 +214,7 @@ class IciReceiver(Receiver):
 
     def _take(self, publication: Publication, request: dict[str, Any], wanted: list[Region]) -> Checks:
         """Receive everything wanted. Hashing goes on beside it."""
-        plan = receiver_buckets(publication, request["wants"])
+        plan = publication.buckets(request["wants"])
         buckets = {source: of[self._rank] for source, of in enumerate(plan) if self._rank in of}
         if wanted != self._wanted or self._flat is None:
             device = torch.device(self._device or publication.device)

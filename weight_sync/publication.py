@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weight_sync.buckets import FlatRegions
+from weight_sync.buckets import Bucket, FlatRegions, cut_buckets
 from weight_sync.errors import CoverageError, StaleHandleError, WeightSyncError
 from weight_sync.hashing import xxh3_128
 from weight_sync.links import Store
 from weight_sync.manifest import Manifest, TensorEntry
+from weight_sync.plan import plan_transfers
 from weight_sync.sender import Region
 
 Wants = list | None
@@ -80,6 +81,14 @@ class Publication:
                 raise CoverageError(f"{name} {list(region.global_shape)}: no region of shape {shape} at {offsets}")
             regions.append(region)
         return regions
+
+    def buckets(self, wants: Sequence[Wants]) -> list[dict[int, list[Bucket]]]:
+        """What travels to a set of receivers: buckets by sender rank and receiver rank, the same wherever computed."""
+        parts: list[dict[int, list[Region]]] = [{} for _ in self.held]
+        for transfer in plan_transfers(self.held, [self.wanted(of_rank) for of_rank in wants]):
+            parts[transfer.source].setdefault(transfer.destination, []).append(transfer.region)
+        limits = self.bucket_bytes, self.bucket_tensors
+        return [{receiver: cut_buckets(regions, *limits) for receiver, regions in of.items()} for of in parts]
 
 
 def whole_regions(manifest: Manifest) -> list[Region]:

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from weight_sync.broadcast import send_broadcast
-from weight_sync.buckets import Bucket, Staging, cut_buckets, send_buckets
+from weight_sync.buckets import Bucket, Staging, send_buckets
 from weight_sync.errors import WeightSyncError
 from weight_sync.hashing import xxh3_128
 from weight_sync.links import Group, Store, one_line
-from weight_sync.plan import plan_transfers
 from weight_sync.publication import Publication
 
 log = logging.getLogger(__name__)
@@ -229,7 +228,7 @@ class LinkServer:
         """Every receiver rank's regions, from this rank's part of the plan."""
         what = (job["wants"], publication.bucket_bytes, publication.bucket_tensors)
         if link.plan is None or link.plan[0] is not publication.held or link.plan[1] != what:
-            link.plan = (publication.held, what, receiver_buckets(publication, job["wants"])[self.rank])
+            link.plan = (publication.held, what, publication.buckets(job["wants"])[self.rank])
         buckets = {self.world_size + receiver: of for receiver, of in link.plan[2].items()}
         digests: dict[int, list[str]] = {peer: [] for peer in buckets}
 
@@ -241,17 +240,3 @@ class LinkServer:
         for peer, of in digests.items():
             if of:
                 self._store.put(f"digests/{job['number']}/{self.rank}/{peer - self.world_size}", of)
-
-
-def receiver_buckets(publication: Publication, wants: list) -> list[dict[int, list[Bucket]]]:
-    """By sender rank and receiver rank: the buckets that travel, the same wherever they are computed."""
-    parts: list[dict[int, list]] = [{} for _ in publication.held]
-    for transfer in plan_transfers(publication.held, [publication.wanted(want) for want in wants]):
-        parts[transfer.source].setdefault(transfer.destination, []).append(transfer.region)
-    return [
-        {
-            receiver: cut_buckets(regions, publication.bucket_bytes, publication.bucket_tensors)
-            for receiver, regions in of.items()
-        }
-        for of in parts
-    ]

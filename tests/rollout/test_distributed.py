@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+import ray
 from remote_processes import on_all, start_ranks
 from tiny import changed, load_model, make_config, weights_of
 
@@ -28,6 +32,7 @@ def publish(ranks, version: int, weights: dict, how: str = "rows") -> dict:
 async def update(engines: list[SGLangEngine], updates: BroadcastUpdates, handle: dict) -> dict[str, str | None]:
     async with contextlib.AsyncExitStack() as paused:
         for engine in engines:
+            paused.enter_context(contextlib.suppress(RunError))  # one that is gone cannot go on
             await paused.enter_async_context(engine._paused())
         return await updates.update(handle)
 
@@ -112,6 +117,43 @@ def test_a_sender_that_dies_in_mid_broadcast(engine, senders, run, model_dirs):
         run(update([engine], updates, handle))
     assert run(update([engine], updates, publish(senders(1), 3, newer))) == {engine.name: None}
     assert wrong(run, engine, newer) == []
+
+
+@pytest.mark.slow
+def test_engines_that_die_and_join(fleet, senders, run, model_dirs):
+    """Two engines, one of which is killed in mid-broadcast: the other refuses the version, takes it alone, and both take
+    the next when the dead one is back. The sender stays the same."""
+    weights = weights_of(load_model(model_dirs["tied"]))
+    survivor, victim = fleet.engines
+    updates, ranks = updates_of(fleet.engines, 1), senders(2, bucket_tensors=4)
+    assert run(update(fleet.engines, updates, publish(ranks, 1, weights))) == {"engine 0": None, "engine 1": None}
+    assert wrong(run, survivor, weights) == wrong(run, victim, weights) == []
+
+    newer = changed(weights, seed=1)
+    handle = publish(ranks, 2, newer)
+    ranks[0].call(ici.send_slowly, 0.3)
+    actor = ray.get(victim._actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
+
+    async def kill_in_mid_broadcast():
+        outcome = asyncio.create_task(update(fleet.engines, updates, handle))
+        await asyncio.sleep(0.8)
+        os.kill(actor, signal.SIGKILL)
+        return await outcome
+
+    said = run(kill_in_mid_broadcast())
+    assert "its Ray actor died" in said[victim.name]
+    assert said[survivor.name] is not None
+    assert wrong(run, survivor, weights) == []
+
+    del updates.engines[victim.name]
+    assert run(update([survivor], updates, handle)) == {survivor.name: None}
+    assert wrong(run, survivor, newer) == []
+
+    run(victim.restart())
+    updates.engines[victim.name] = victim._post
+    newest = changed(newer, seed=2)
+    assert run(update(fleet.engines, updates, publish(ranks, 3, newest))) == {"engine 0": None, "engine 1": None}
+    assert wrong(run, survivor, newest) == wrong(run, victim, newest) == []
 
 
 def test_an_engine_of_two_ranks(local_ray, senders, run, model_dirs, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import torch
 from sync_processes import bits, policy, shards_of
@@ -85,6 +86,17 @@ def die_sending(state, message: int) -> None:
         return broadcast(self, data)
 
     Group.send, Group.broadcast = send_or_die, broadcast_or_die
+
+
+def send_slowly(state, delay_s: float) -> None:
+    """Every broadcast waits so long first, from now on."""
+    broadcast = Group.broadcast
+
+    def later(self, data: torch.Tensor):
+        time.sleep(delay_s)
+        return broadcast(self, data)
+
+    Group.broadcast = later
 
 
 # --- in a receiver's process ---

@@ -7,7 +7,7 @@ import pytest
 import sync_processes as sp
 from remote_processes import Remote, on_all, start_ranks
 
-from weight_sync import Manifest, StaleHandleError, WeightSyncError, open_receiver
+from weight_sync import CoverageError, Manifest, StaleHandleError, WeightSyncError, open_receiver
 from weight_sync.hashing import xxh3_128
 
 
@@ -155,6 +155,20 @@ def test_tensors_last_until_the_next_receive(opened):
     with pytest.raises(StaleHandleError, match="version 1 was overwritten by the receive after it"):
         first.check()
     receiver.close()
+
+
+def test_a_publish_that_fails_leaves_the_version_before_it(opened, engines):
+    ranks = opened(2)
+    engines[0].call(ici.open_ici_receiver, {})
+    handle = on_all(ranks, ici.publish, 1, 1, "rows")[0]
+    with pytest.raises(WeightSyncError, match="rank 1: OSError: device lost"):
+        on_all(ranks, sp.publish_failing, 2, 1)
+    assert engines[0].call(ici.receive, handle) == as_received(sp.policy(1))
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(CoverageError, match=rf"{name} \[11, 130\]: 780 of 1430 elements are there"):
+        on_all(ranks, sp.publish_without, 2, name, 1)
+    handle = on_all(ranks, ici.publish, 3, 3, "rows")[0]
+    assert engines[0].call(ici.receive, handle) == as_received(sp.policy(3))
 
 
 def test_hashes_can_be_left_out(opened, engines):
