@@ -155,7 +155,6 @@ def _transfers(options: argparse.Namespace, directory: Path, senders: int, recei
 def main(arguments: list[str] | None = None) -> int:
     """0 if all that was asked for was measured, 1 if something failed, 2 for wrong arguments."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is open is closed
     rows = []
     for row in measure(options):
         rows.append(row)
@@ -170,4 +169,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is open is closed
     sys.exit(main())
