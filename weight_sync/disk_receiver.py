@@ -54,9 +54,11 @@ class _Base:
 class DiskReceiver(Receiver):
     """Tensors of ``receive`` are never changed by a later one, so ``check`` of what it returns has nothing to find.
 
-    Full versions at a local path are mapped, without a copy; they stay readable when the version is removed. All else
-    is in private memory, which is used again when no tensor over it is left. Writing to a tensor changes this process'
-    copy only; if it was the base of the next delta, that shows in the hashes, and the full version is read again.
+    Without ``keep_base`` full versions at a local path are mapped, without a copy; they stay readable when the version
+    is removed. All else is in private memory, which is used again when no tensor over it is left: with deltas that is
+    the policy twice, and once more for every earlier version of which tensors are still held. Writing to a tensor
+    changes this process' copy only; if it was the base of the next delta, that shows in the hashes, and the full version
+    is read again.
 
     keep_base        keep the last version in memory to apply deltas to; without it every delta starts from the full
                      version in storage
@@ -91,7 +93,7 @@ class DiskReceiver(Receiver):
         if handle.get("transport") != "disk":
             raise WeightSyncError(f"not a handle of the disk transport: {handle}")
         self._stats = {"read_s": 0.0, "apply_s": 0.0, "hash_s": 0.0, "wire_bytes": 0, "from_base": 0}
-        store = open_store(handle["url"], handle["storage_options"] | self._storage_options, self._timeout_s)
+        store = open_store(handle["url"], handle.get("storage_options", {}) | self._storage_options, self._timeout_s)
         link = Link(handle["directory"], handle["record_xxh3_128"])
         record = read_record(store, link)
         tensors = self._from_base(store, link, record)

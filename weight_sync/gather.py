@@ -7,7 +7,7 @@ message with its regions of that owner's bucket; a region travels once, from one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from weight_sync.errors import WeightSyncError
 from weight_sync.manifest import TensorEntry, aligned
 from weight_sync.sender import Region
+from weight_sync.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,12 @@ class Gatherer:
     _outgoing: dict[int, torch.Tensor] = field(default_factory=dict)
     _incoming: dict[int, tuple[torch.Tensor, list[Region]]] = field(default_factory=dict)
 
-    def stage(self, pieces: dict[str, list[tuple[int, Region]]], buckets: list[list[TensorEntry]], shards) -> None:
+    def stage(
+        self,
+        pieces: dict[str, list[tuple[int, Region]]],
+        buckets: list[list[TensorEntry]],
+        shards: dict[Region, Shard],
+    ) -> None:
         """Prepare one round: copy this rank's regions of every owner's bucket (``buckets``, by rank) to where they are
         sent from or belong. ``shards`` are this rank's, by region."""
         self._round += 1
@@ -137,7 +143,9 @@ class Gatherer:
         """Forget the last round's tensors, which may be views of the caller's."""
         self._tensors, self._outgoing, self._incoming = {}, {}, {}
 
-    def _in_place(self, entry: TensorEntry, pieces: list[tuple[int, Region]], shards) -> torch.Tensor | None:
+    def _in_place(
+        self, entry: TensorEntry, pieces: list[tuple[int, Region]], shards: dict[Region, Shard]
+    ) -> torch.Tensor | None:
         """The tensor's bytes where the caller has them, if this rank holds them all just as they are published."""
         if len(pieces) != 1 or pieces[0][0] != self.rank:
             return None
@@ -156,7 +164,7 @@ def _span(regions: list[Region]) -> int:
     return sum(aligned(region.nbytes) for region in regions)
 
 
-def _parts(message: torch.Tensor, regions: list[Region]):
+def _parts(message: torch.Tensor, regions: list[Region]) -> Iterator[tuple[Region, torch.Tensor]]:
     """Each region with its place in the message."""
     start = 0
     for region in regions:
