@@ -44,7 +44,7 @@ class Link:
     used: int = 0
     """Sequence number of the version it served last."""
     plan: tuple[list, Any, dict[int, list[Bucket]]] | None = None
-    """What was planned, and this rank's buckets by group rank: the same until the layout or the wants change."""
+    """What was planned, and this rank's buckets by receiver rank: the same until the layout or the wants change."""
 
 
 @dataclass

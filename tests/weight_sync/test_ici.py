@@ -5,9 +5,10 @@ from __future__ import annotations
 import ici_processes as ici
 import pytest
 import sync_processes as sp
+import torch.distributed as dist
 from remote_processes import Remote, on_all, start_ranks
 
-from weight_sync import CoverageError, Manifest, StaleHandleError, WeightSyncError, open_receiver
+from weight_sync import CoverageError, Manifest, Shard, StaleHandleError, WeightSyncError, open_receiver, open_sender
 from weight_sync.hashing import xxh3_128
 
 
@@ -202,3 +203,31 @@ def test_a_closed_sender_is_a_clear_error(senders, engines, run_id):
             remote.call(ici.open_ici_receiver, options)
         with pytest.raises(StaleHandleError, match=r"version 1: the sender at \S+ is gone"):
             remote.call(ici.receive, handle)
+
+
+@pytest.mark.parametrize("extended_api", [False, True])
+def test_a_backend_that_was_registered_with_torch(run_id, extended_api):
+    """As accelerators' backends come, found by the kind of device."""
+    made = []
+
+    def create(*args):
+        if extended_api:
+            args = args[0].store, args[0].group_rank, args[0].group_size, args[0].timeout
+        made.append(args[1:3])
+        return dist.ProcessGroupGloo(*args[:3], timeout=args[3])
+
+    name = f"registered_{extended_api}".lower()
+    dist.Backend.register_backend(name, create, extended_api=extended_api, devices=["cpu"])
+    sender = open_sender("ici", run_id=run_id, backend=f"cpu:{name},cuda:nccl", timeout_s=30)
+    receiver = open_receiver("ici", timeout_s=30)
+    tensors = sp.policy(1)
+    with receiver.receive(sender.publish(1, [Shard.whole(*item) for item in tensors.items()])) as received:
+        assert as_received(received.tensors) == as_received(tensors)
+    assert sorted(made) == [(0, 2), (1, 2)]
+    receiver.close()
+    sender.close()
+
+
+def test_a_backend_that_does_not_know_the_device(run_id):
+    with pytest.raises(WeightSyncError, match="backend nccl does not move tensors of cpu; it knows cuda"):
+        open_sender("ici", run_id=run_id, backend="nccl")

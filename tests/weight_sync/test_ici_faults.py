@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import ici_processes as ici
 import pytest
@@ -68,7 +69,7 @@ def test_a_flipped_byte_on_the_way_to_receivers_of_regions(start):
     ranks[0].call(ici.flip_a_byte, 1)  # to receiver 0
     for engine in engines:
         engine.start(ici.receive, handle)
-    with pytest.raises(VerificationError, match="version 1: xxh3-128 of 1 tensor.s. differs .*embed_tokens"):
+    with pytest.raises(VerificationError, match=r"version 1: xxh3-128 of 1 tensor.s. differs .*embed_tokens"):
         engines[0].finish()
     engines[1].finish()
     on_all(engines, ici.receive, publish(ranks, 2))
@@ -113,7 +114,7 @@ def test_a_receiver_that_hangs_holds_nobody_up_for_longer_than_the_deadline(star
     handle = on_all(ranks, ici.publish_rows, 2, 6, 1_000_000)[0]
     stuck.call(ici.stop_receiving, 2)
     stuck.start(ici.receive_rows, handle)
-    while "T (stopped)" not in open(f"/proc/{stuck.process.pid}/status").read():
+    while "T (stopped)" not in Path(f"/proc/{stuck.process.pid}/status").read_text():
         time.sleep(0.01)
     assert other.call(ici.receive_rows, handle) == {"first": {2.0}, "second": {3.0}}
     for version in (3, 4):  # the snapshot that it was taking is reused
