@@ -89,9 +89,3 @@ def parse_json(engine: str, path: str, status: int, text: str) -> Any:
         said = answer.get("message") or answer.get("error") or message
         message = said.get("message", message) if isinstance(said, dict) else said
     raise RunError(f"{engine} refused {path}: {message}")
-
-
-def parse_report(answer: dict[str, Any]) -> dict[str, Any]:
-    """The JSON that `weight_loader` put into the answer's message; SGLang may append words of its own."""
-    report, _ = json.JSONDecoder().raw_decode(answer["message"])
-    return report

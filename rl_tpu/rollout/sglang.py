@@ -20,7 +20,7 @@ from rl_tpu.rollout.actor import ServerActor
 from rl_tpu.rollout.arguments import server_environment, server_options
 from rl_tpu.rollout.checksums import on_rank
 from rl_tpu.rollout.engine import EngineLostError, UpdateRefusedError, WeightUpdate
-from rl_tpu.rollout.responses import parse_completion, parse_json, parse_report, request_body
+from rl_tpu.rollout.responses import parse_completion, parse_json, request_body
 from rl_tpu.rollout.weight_loader import LOADER, NOTHING_LOADED, load_payload, stage_action, staged_action
 from rl_tpu.types import Completion, SamplingParams
 
@@ -199,7 +199,8 @@ class SGLangEngine:
     async def _command(self, action: str) -> dict[str, Any]:
         """Have `weight_loader` do something on all ranks; its report. Raises UpdateRefusedError."""
         try:
-            return parse_report(await self._post("/weights_checker", {"action": action}, CONTROL_TIMEOUT_S, retry=True))
+            answer = await self._post("/weights_checker", {"action": action}, CONTROL_TIMEOUT_S, retry=True)
+            return json.loads(answer["message"])
         except EngineLostError:
             raise
         except RunError as error:

@@ -19,7 +19,6 @@ import json
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -107,7 +106,6 @@ class Stage:
     def _receive(self, model: torch.nn.Module, request: Mapping[str, Any]) -> Received:
         from rl_tpu.rollout.coverage import check_coverage, check_tied
 
-        start = time.perf_counter()
         key = request["transport"], request["verify"]
         if key not in self._receivers:
             self._receivers[key] = open_receiver(request["transport"], verify=request["verify"])
@@ -117,19 +115,16 @@ class Stage:
             check_coverage(model, received.manifest)
             self._covered.add(layout)
         check_tied(model, received.tensors)
-        received.stats["stage_s"] = time.perf_counter() - start
         return received
 
 
 _stage = Stage()
-_report: dict[str, float] = {}
 
 
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Copy the staged version into the model. Raises WeightLoadError on all ranks or on none."""
     version = int(named_tensors[0][1])
     received = on_all_ranks(lambda: _stage.received(version), NOTHING_LOADED)
-    start = time.perf_counter()
 
     def copy() -> None:
         with received:
@@ -139,21 +134,15 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
         on_all_ranks(copy, MIXTURE)
     finally:
         _stage.clear()
-    _report["load_s"] = time.perf_counter() - start
 
 
 def _staged(version: int) -> dict[str, Any]:
-    """Whether all ranks have received a version, with the first rank's report. Raises WeightLoadError on all ranks."""
+    """Whether all ranks have received a version, and its size. Raises WeightLoadError on all ranks."""
     if not all(_from_all_ranks(_stage.done(version))):
         return {"staged": False}
     received = on_all_ranks(lambda: _stage.received(version), NOTHING_LOADED)
     entries = received.manifest.tensors
-    return {
-        "staged": True,
-        "tensors": len(entries),
-        "bytes": sum(entry.nbytes for entry in entries),
-        "stage_s": received.stats["stage_s"],
-    }
+    return {"staged": True, "tensors": len(entries), "bytes": sum(entry.nbytes for entry in entries)}
 
 
 def on_all_ranks(work: Callable[[], T], state: str) -> T:
@@ -183,7 +172,7 @@ def _from_all_ranks(mine: T) -> list[T]:
 def register_hooks() -> None:
     """Put our requests into SGLang's scheduler; called in each of its processes before it starts.
 
-    SGLang lets a loader's error end its scheduler and drops a loader's result, so `load` is wrapped as well.
+    SGLang lets a loader's error end its scheduler, so `load` is wrapped as well.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -218,7 +207,6 @@ def _update_weights(update_weights: Callable[..., Any], manager: Any, request: A
         answer = update_weights(manager, request)
     except WeightLoadError as error:
         return UpdateWeightsFromTensorReqOutput(success=False, message=str(error))
-    if not answer.success:
-        return answer
-    open_name_space(manager.scheduler)
-    return UpdateWeightsFromTensorReqOutput(success=True, message=json.dumps(_report))
+    if answer.success:
+        open_name_space(manager.scheduler)
+    return answer

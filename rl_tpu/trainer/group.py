@@ -81,15 +81,15 @@ class TrainerGroup:
     async def publish(self, version: int, whole: bool = False) -> tuple[dict[str, Any], dict[str, float]]:
         """Publish the present policy as `version`: the handle that engines receive it by, and metrics.
 
-        `sync/publish_s` is the slowest rank's; `sync/wire_bytes`, where the transport says it, what all ranks sent.
+        `sync/publish_s` is the slowest rank's; `sync/wire_bytes`, where the transport says it, what all ranks wrote.
         With `whole` engines can take it that hold no earlier version.
         """
         results = await self._all("publish", version, whole, timeout_s=self._config.weight_sync.timeout_s)
-        stats = [stats for _, stats in results]
-        metrics = {"sync/publish_s": max(rank["total_s"] for rank in stats)}
-        if all("wire_bytes" in rank for rank in stats):
-            metrics["sync/wire_bytes"] = float(sum(rank["wire_bytes"] for rank in stats))
-        return results[0][0], metrics
+        handle, stats = results[0]
+        metrics = {"sync/publish_s": max(stats["total_s"] for _, stats in results)}
+        if "wire_bytes" in stats:
+            metrics["sync/wire_bytes"] = float(stats["wire_bytes"])
+        return handle, metrics
 
     async def full_tensors(self) -> dict[str, torch.Tensor]:
         """The whole present policy in Hugging Face's names and the engine's dtype, as the engines should hold it."""
