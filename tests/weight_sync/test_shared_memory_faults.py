@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -13,7 +15,6 @@ import numpy as np
 import pytest
 import sync_processes as sp
 import torch
-from sync_processes import Remote
 
 from weight_sync import (
     Shard,
@@ -52,50 +53,46 @@ def state_of(path: Path) -> int:
     return int(np.fromfile(path, dtype=np.int64, count=2)[1])
 
 
+def stop_in_mid_write(pid: int, run_id: str) -> Path | None:
+    """Stops the process; if no segment is half-written then, it goes on."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T", "stop")
+    half_written = [path for path in segments(run_id) if state_of(path) % 2]
+    if len(segments(run_id)) == 2 and len(half_written) == 1:
+        return half_written[0]
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(0.003)
+    return None
+
+
 def test_sender_killed_in_mid_write(engine, trainer, run_id, tmp_path):
     """What was published before can still be read, what was being written never; the next sender cleans up."""
-    newest, numel = tmp_path / "newest.json", 20_000_000
+    newest = tmp_path / "newest.json"
     trainer.call(sp.open_for, run_id, {})
-    trainer.start(sp.publish_until, str(tmp_path / "never"), numel, str(newest))
+    overwritten = trainer.call(sp.publish_constant, 0, 5_000_000)
+    trainer.start(sp.publish_until, str(tmp_path / "never"), 5_000_000, str(newest))
     wait_for(newest.exists, "handle")
-    handles = {}
-
-    def in_mid_write() -> bool:
-        handle = json.loads(newest.read_text())
-        handles[handle["path"]] = handle
-        return len(handles) == 2 and any(state_of(path) % 2 for path in segments(run_id))
-
-    wait_for(in_mid_write, "half-written segment")
+    wait_for(lambda: stop_in_mid_write(trainer.process.pid, run_id), "half-written segment")
     trainer.kill()
-    half_written = [path for path in segments(run_id) if state_of(path) % 2]
-    assert len(half_written) == 1, "killed between two publishes"
-    for path, handle in handles.items():
-        if Path(path) in half_written:
-            with pytest.raises(StaleHandleError, match=rf"version {handle['version']} is no longer .* is overwriting"):
-                engine.call(sp.receive, handle)
-        else:
-            handle |= {"version": state_of(path) // 2}  # the newest handle may not have been written any more
-            assert read_if_current(engine, handle) in (None, handle["version"])
+    handle = json.loads(newest.read_text())
+    half_written = next(path for path in segments(run_id) if state_of(path) % 2)
+    assert str(half_written) != handle["path"]
 
-    with_same_name = open_sender("shared_memory", run_id=run_id)
-    handle = publish_policy(with_same_name, 8)
-    assert len(segments(run_id)) == 2
-    assert not set(map(str, segments(run_id))) & set(handles)
-    assert engine.call(sp.receive, handle) == expected(8)
-    for handle in handles.values():
-        with pytest.raises(StaleHandleError, match=r"is no longer in|is not on host .* may have been removed since"):
-            open_receiver("shared_memory").receive(handle)
-    with_same_name.close()
-
-
-def read_if_current(engine: Remote, handle: dict) -> int | None:
-    """The constant all of the weight has; None if the handle is of a publish before the segment's last."""
-    if handle["sequence"] != handle["version"]:
-        with pytest.raises(StaleHandleError):
-            engine.call(sp.receive, handle)
-        return None
     weight = torch.frombuffer(bytearray(engine.call(sp.receive, handle)["weight"][2]), dtype=torch.float32)
-    return int(weight.unique().item())
+    assert weight.unique().tolist() == [handle["version"]]
+    wanted = handle | {"path": str(half_written), "sequence": handle["sequence"] + 1}
+    for refused in (overwritten, wanted):
+        with pytest.raises(StaleHandleError, match=r"is no longer in .* (is overwriting|has overwritten)"):
+            engine.call(sp.receive, refused)
+
+    sender = open_sender("shared_memory", run_id=run_id)
+    new = publish_policy(sender, 8)
+    assert len(segments(run_id)) == 2
+    assert not half_written.exists()
+    assert engine.call(sp.receive, new) == expected(8)
+    with pytest.raises(StaleHandleError, match=r"is not on host .* may have been removed since"):
+        open_receiver("shared_memory").receive(handle)
+    sender.close()
 
 
 def test_receiver_killed_in_mid_load(engine, trainer, run_id, tmp_path):
@@ -113,8 +110,8 @@ def test_receiver_killed_in_mid_load(engine, trainer, run_id, tmp_path):
 
 def test_segment_removed_while_it_is_read_and_before(run_id):
     """Who has it mapped reads on, who has not is told; the sender makes new ones for the next version."""
-    sender, reader, late = open_sender("shared_memory", run_id=run_id), *(open_receiver("shared_memory"),) * 2
-    late = open_receiver("shared_memory")
+    sender = open_sender("shared_memory", run_id=run_id)
+    reader, late = open_receiver("shared_memory"), open_receiver("shared_memory")
     handle = publish_policy(sender, 1)
     with reader.receive(handle) as received:
         for path in segments(run_id):
