@@ -58,7 +58,7 @@ def serve(scratch: str) -> NoReturn:
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ["TMPDIR"] = scratch  # SGLang leaves its sockets there
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch  # SGLang leaves its sockets there (Python has looked already)
     prepare()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
