@@ -2,8 +2,8 @@
 
 from weight_sync.errors import CoverageError, SpaceError, StaleHandleError, VerificationError, WeightSyncError
 from weight_sync.manifest import Manifest, ManifestDiff, TensorEntry
-from weight_sync.segments import remove_segments, remove_stale_segments
 from weight_sync.shard import Shard, local_shards
+from weight_sync.shared_memory.segments import remove_segments, remove_stale_segments
 from weight_sync.transport import Handle, Received, Receiver, Sender, Transport, open_receiver, open_sender
 
 __all__ = [

@@ -17,9 +17,9 @@ from typing import Any
 
 from rl_tpu.errors import RunError
 from weight_sync import WeightSyncError
-from weight_sync.broadcast import Message, messages
-from weight_sync.links import Store
-from weight_sync.publication import Publication, read_publication
+from weight_sync.ici.broadcast import Message, messages
+from weight_sync.ici.links import Store
+from weight_sync.ici.publication import Publication, read_publication
 
 Post = Callable[[str, Mapping[str, Any], float], Awaitable[Any]]
 """``await post(path, body, timeout_s)``: the JSON answer of one engine. Raises RunError if it refuses or is gone."""

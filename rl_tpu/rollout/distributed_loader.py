@@ -1,6 +1,6 @@
 """How an engine takes a policy that is broadcast to it: our part of SGLang's ``/update_weights_from_distributed``.
 
-Every bucket ends in a trailer with the hashes of its tensors (`weight_sync.broadcast`). They are checked on all
+Every bucket ends in a trailer with the hashes of its tensors (`weight_sync.ici.broadcast`). They are checked on all
 tensor-parallel ranks, and the buckets kept until the last one is there and right; then all are loaded at once. So a
 broadcast that breaks off or arrives damaged leaves the old policy whole, at the price of memory for a second one. Buckets
 without hashes are loaded as they come, as SGLang does by itself.
@@ -17,8 +17,8 @@ import torch
 from rl_tpu.rollout.prefix_cache import open_name_space
 from rl_tpu.rollout.weight_loader import NOTHING_LOADED, WeightLoadError, on_all_ranks
 from weight_sync import Manifest, VerificationError, WeightSyncError
-from weight_sync.broadcast import TRAILER
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
+from weight_sync.ici.broadcast import TRAILER
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from weight_sync.segments import PAGE_BYTES
 from weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from weight_sync.shared_memory.segments import PAGE_BYTES
 from weight_sync.transport import Transport
 
 

@@ -26,7 +26,7 @@ from rl_tpu.rollout.checksums import differing, expected_checksums
 from rl_tpu.rollout.engine import UpdateRefusedError
 from rl_tpu.types import SamplingParams
 from weight_sync import Shard, open_sender
-from weight_sync.segments import PAGE_BYTES
+from weight_sync.shared_memory.segments import PAGE_BYTES
 
 PROMPT = [5, 40, 41, 42, 90, 91, 17, 200]
 

@@ -16,7 +16,7 @@ from tiny import changed, load_model, make_config, weights_of
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.types import SamplingParams
 from weight_sync import Shard, open_sender
-from weight_sync.segments import PAGE_BYTES
+from weight_sync.shared_memory.segments import PAGE_BYTES
 
 PROMPT = [9, 30, 31, 32, 33, 50]
 

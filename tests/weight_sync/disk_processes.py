@@ -64,7 +64,7 @@ def publish_noise(state, version: int, nbytes: int, whole: bool = False) -> dict
 def publish_and_die_at(state, version: int, rank: int, file_number: int) -> None:
     """``rank`` is killed with its file number ``file_number`` half written."""
     if state.get("rank", 0) == rank:
-        from weight_sync.storage import local
+        from weight_sync.disk.storage import local
 
         written = []
         write = local._LocalWriter.write
@@ -82,7 +82,7 @@ def publish_and_die_at(state, version: int, rank: int, file_number: int) -> None
 
 def publish_and_die_before_commit(state, version: int) -> None:
     """Killed when all tensors are stored."""
-    from weight_sync.storage import objects
+    from weight_sync.disk.storage import objects
 
     objects.ObjectStore.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     publish_step(state, version)
@@ -90,7 +90,7 @@ def publish_and_die_before_commit(state, version: int) -> None:
 
 def fill_after_check(state, path: str, nbytes: int) -> None:
     """Somebody else takes the space when the next version has begun."""
-    from weight_sync.storage import local
+    from weight_sync.disk.storage import local
 
     begin = local.LocalStore.begin
 
@@ -122,7 +122,7 @@ def receive_disk_only(state, handle: dict) -> None:
 
 def receive_and_die(state, handle: dict) -> None:
     """Killed when half of the tensors are unpacked."""
-    from weight_sync import disk_receiver
+    from weight_sync.disk import receiver as disk_receiver
 
     count = 0
     apply = disk_receiver.delta.apply_chunk

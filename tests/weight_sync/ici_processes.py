@@ -10,8 +10,8 @@ import torch
 from sync_processes import bits, policy, shards_of
 
 from weight_sync import Shard, open_receiver, open_sender
-from weight_sync.links import Group, Store
-from weight_sync.publication import whole_regions
+from weight_sync.ici.links import Group, Store
+from weight_sync.ici.publication import whole_regions
 from weight_sync.sender import Region
 
 # --- in a sender's process ---

@@ -7,8 +7,8 @@ import sync_processes as sp
 import torch
 import xxhash
 
-from weight_sync import copying
-from weight_sync.copying import Copy, copy_tensors
+from weight_sync.shared_memory import copying
+from weight_sync.shared_memory.copying import Copy, copy_tensors
 
 
 def sources() -> dict[str, tuple[torch.Tensor, torch.dtype]]:

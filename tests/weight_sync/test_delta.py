@@ -8,7 +8,8 @@ from disk_processes import steps
 from sync_processes import bits
 from tiny_qwen3 import tiny_config
 
-from weight_sync import WeightSyncError, delta
+from weight_sync import WeightSyncError
+from weight_sync.disk import delta
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

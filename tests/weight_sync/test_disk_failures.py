@@ -19,7 +19,7 @@ from weight_sync import (
     open_sender,
 )
 from weight_sync.disk import latest
-from weight_sync.versions import Record
+from weight_sync.disk.versions import Record
 
 
 def flip(path: Path, offset: int) -> None:

@@ -16,7 +16,7 @@ from test_disk import SMALL, publish, receive
 
 from weight_sync import StaleHandleError, VerificationError, WeightSyncError, open_receiver, open_sender
 from weight_sync.disk import latest
-from weight_sync.storage import open_store
+from weight_sync.disk.storage import open_store
 
 SERVER = """
 import sys
@@ -109,8 +109,8 @@ def test_what_has_no_commit_file_does_not_exist(s3_ranks, server, bucket):
 
 def test_large_tensors_travel_in_parts(bucket, monkeypatch):
     """Parts of 6 MB instead of 64: uploads in several parts, reads of several ranges."""
-    from weight_sync import disk_receiver
-    from weight_sync.storage import objects
+    from weight_sync.disk import receiver as disk_receiver
+    from weight_sync.disk.storage import objects
 
     monkeypatch.setattr(objects, "REQUEST_BYTES", 6 * 2**20)
     monkeypatch.setattr(disk_receiver, "REQUEST_BYTES", 6 * 2**20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weight_sync import SpaceError, WeightSyncError, remove_segments, remove_stale_segments
-from weight_sync.segments import DIRECTORY, Segment, SegmentName
+from weight_sync.shared_memory.segments import DIRECTORY, Segment, SegmentName
 
 
 @pytest.mark.parametrize("run_id", ["a", "a.1.deadbeef.0", "weight_sync.x", "run-3_b.7"])

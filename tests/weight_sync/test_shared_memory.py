@@ -24,7 +24,7 @@ from weight_sync import (
     open_receiver,
     open_sender,
 )
-from weight_sync.segments import HEADER_BYTES
+from weight_sync.shared_memory.segments import HEADER_BYTES
 
 
 def expected(seed: int) -> dict[str, tuple[str, tuple, bytes]]:

@@ -25,7 +25,7 @@ from weight_sync import (
     open_receiver,
     open_sender,
 )
-from weight_sync.segments import HEADER_BYTES, PAGE_BYTES
+from weight_sync.shared_memory.segments import HEADER_BYTES, PAGE_BYTES
 
 
 def expected(seed: int) -> dict[str, tuple[str, tuple, bytes]]:
@@ -170,7 +170,7 @@ def test_too_small_a_place_is_told_and_enough_of_it_used(engine, run_id, small_m
 
 def test_space_that_another_took_in_the_meantime(run_id, small_memory, monkeypatch):
     """The file system refuses the second segment, after the look at the free space."""
-    monkeypatch.setattr("weight_sync.shared_memory.require_space", lambda *_: None)
+    monkeypatch.setattr("weight_sync.shared_memory.sender.require_space", lambda *_: None)
     sender = open_sender("shared_memory", run_id=run_id, directory=small_memory)
     with pytest.raises(SpaceError, match=r"could not give 0\.01 GB: No space left"):
         sender.publish(1, [Shard.whole("weight", torch.zeros(2_500_000))])

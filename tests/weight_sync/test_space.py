@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weight_sync.space import available_memory_bytes
+from weight_sync.shared_memory.space import available_memory_bytes
 
 MACHINE_BYTES = 1000 * 1024
 V1 = "35 31 0:32 {mounted} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory"

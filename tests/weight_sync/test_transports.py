@@ -35,7 +35,10 @@ def pigeon(tmp_path, monkeypatch):
 
 
 def test_unknown_name_lists_the_known_ones(pigeon):
-    with pytest.raises(WeightSyncError, match=r"unknown weight transport 'shared_memry'; known: disk, disk_delta, ici, pigeon, shared_memory"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"unknown weight transport 'shared_memry'; known: disk, disk_delta, ici, pigeon, shared_memory",
+    ):
         open_sender("shared_memry", run_id="x")
 
 

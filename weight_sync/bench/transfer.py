@@ -17,7 +17,7 @@ from weight_sync.bench import limits, processes
 from weight_sync.bench.payload import Payload, add_sums, hold, sums
 from weight_sync.bench.processes import State, Worker, WorkerError, close_all, each, on_all
 from weight_sync.bench.timing import WARM_UPS, make_row, timed
-from weight_sync.segments import remove_segments
+from weight_sync.shared_memory.segments import remove_segments
 from weight_sync.transport import open_receiver, open_sender
 
 Seconds = dict[str, float]

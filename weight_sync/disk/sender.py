@@ -1,8 +1,4 @@
-"""Weights through storage: a version is a directory at a local path or any fsspec URL.
-
-A full version is a normal Hugging Face checkpoint that SGLang, vLLM and transformers load by themselves. With
-``full_every`` > 1 the versions between are deltas: only what changed since the version before.
-"""
+"""The trainer's end of weights through storage: ranks share out the tensors, write their files and commit together."""
 
 from __future__ import annotations
 
@@ -10,25 +6,23 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weight_sync.checkpoint_files import INDEX_FILE, FilePlan, companion_files, index_json, plan_files
-from weight_sync.disk_receiver import DiskReceiver
+from weight_sync.disk.checkpoint_files import INDEX_FILE, FilePlan, companion_files, index_json, plan_files
+from weight_sync.disk.gather import Gatherer, Ownership, cut_buckets, share_out
+from weight_sync.disk.storage import open_store
+from weight_sync.disk.versions import LATEST_FILE, History, Link, Record, directory_name
+from weight_sync.disk.writer import VersionWriter, Written
 from weight_sync.errors import StaleHandleError, WeightSyncError
-from weight_sync.gather import Gatherer, Ownership, cut_buckets, share_out
 from weight_sync.hashing import default_threads, xxh3_128
 from weight_sync.manifest import Manifest, TensorEntry
 from weight_sync.sender import Ranks, Region, make_layout
 from weight_sync.shard import Shard
-from weight_sync.storage import open_store
-from weight_sync.transport import Handle, Sender, Transport
-from weight_sync.version_writer import VersionWriter, Written
-from weight_sync.versions import LATEST_FILE, History, Link, Record, directory_name
+from weight_sync.transport import Handle, Sender
 
 COMMIT_BYTES = 2**20
 """Room for the headers and the commit file of a full version."""
@@ -266,7 +260,3 @@ def latest(url: str, storage_options: dict[str, Any] | None = None, timeout_s: f
         return None
     except ValueError as error:
         raise WeightSyncError(f"{url}/{LATEST_FILE} is damaged: {error}") from error
-
-
-TRANSPORT = Transport(DiskSender, DiskReceiver)
-DELTA_TRANSPORT = Transport(partial(DiskSender, full_every=10), partial(DiskReceiver, keep_base=True))

@@ -10,8 +10,8 @@ from typing import TypeVar
 import fsspec
 import torch
 
+from weight_sync.disk.storage.base import COMMIT_FILE, REQUEST_BYTES, VERSION_DIRECTORY, Store, Writer
 from weight_sync.errors import StaleHandleError, WeightSyncError
-from weight_sync.storage.base import COMMIT_FILE, REQUEST_BYTES, VERSION_DIRECTORY, Store, Writer
 
 Result = TypeVar("Result")
 

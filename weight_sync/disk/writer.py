@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from weight_sync import delta
-from weight_sync.checkpoint_files import FilePlan, safetensors_header
+from weight_sync.disk import delta
+from weight_sync.disk.checkpoint_files import FilePlan, safetensors_header
+from weight_sync.disk.storage import Store, Writer
+from weight_sync.disk.versions import FileRecord
 from weight_sync.hashing import xxh3_128
 from weight_sync.manifest import TensorEntry
-from weight_sync.storage import Store, Writer
-from weight_sync.versions import FileRecord
 
 
 @dataclass

@@ -1,31 +1,33 @@
-"""Weights between processes of one host, through segments in /dev/shm.
-
-Every rank writes its own regions into one segment that holds the whole tensors; engines read them where they are. There
-are two segments, so that version v+1 is written while engines still load v. Both are reserved and touched once, when
-the first version is published, and reused from then on: the first touch of memory is many times slower than a copy.
-"""
+"""The trainer's end of shared memory: every rank copies its own regions into a segment, and the ranks hash it together."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from weight_sync.copying import Copy, bytes_of, copy_tensors
-from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncError
-from weight_sync.hashing import default_threads, in_threads, share_out, xxh3_128
+from weight_sync.errors import WeightSyncError
+from weight_sync.hashing import default_threads, in_threads, xxh3_128
 from weight_sync.manifest import Manifest
-from weight_sync.receiver import view_tensors, wrong_tensors
-from weight_sync.segments import DIRECTORY, PAGE_BYTES, Segment, SegmentName, remove_stale_segments, require_run_id
+from weight_sync.receiver import view_tensors
 from weight_sync.sender import Layout, Ranks, Region, hash_together, make_layout
 from weight_sync.shard import Shard
-from weight_sync.space import require_space
-from weight_sync.transport import Handle, Received, Receiver, Sender, Transport
+from weight_sync.shared_memory.copying import Copy, bytes_of, copy_tensors
+from weight_sync.shared_memory.segments import (
+    DIRECTORY,
+    PAGE_BYTES,
+    Segment,
+    SegmentName,
+    remove_stale_segments,
+    require_run_id,
+)
+from weight_sync.shared_memory.space import require_space
+from weight_sync.transport import Handle, Sender
 
 HASH_DIGITS = 32
 MANIFEST_SLACK_BYTES = 64
@@ -216,85 +218,3 @@ def _manifest_offset(manifest: Manifest) -> int:
 def _select(tensors: dict[str, torch.Tensor], region: Region) -> torch.Tensor:
     spans = zip(region.offsets, region.shape, strict=True)
     return tensors[region.name][tuple(slice(start, start + extent) for start, extent in spans)]
-
-
-class SharedMemoryReceiver(Receiver):
-    """Reads segments in place. Mappings are kept between versions and dropped when their sender has removed them.
-
-    The tensors of ``receive`` are views; writing to one changes a private copy of the page, never what others see.
-
-    verify   compare every tensor's xxh3-128 with the manifest before handing it out
-    share    (index, count): verify only this part of the bytes. For the ranks of a tensor-parallel engine, which read
-             the same pages: together they verify all, and must agree that none was refused before any of them loads
-    threads  for hashing; default: the cores, at most 8
-    """
-
-    def __init__(self, verify: bool = True, share: tuple[int, int] = (0, 1), threads: int | None = None):
-        self._verify = verify
-        self._share = share
-        self._threads = threads or default_threads()
-        self._segments: dict[Path, Segment] = {}
-
-    def receive(self, handle: Handle) -> Received:
-        start = time.perf_counter()
-        if handle.get("transport") != "shared_memory":
-            raise WeightSyncError(f"not a handle of the shared_memory transport: {handle}")
-        segment = self._open(handle)
-        version, sequence = handle["version"], handle["sequence"]
-
-        def check() -> None:
-            if not segment.holds(sequence):
-                raise StaleHandleError(
-                    f"version {version} is no longer in {segment.path}: publish {segment.state // 2} "
-                    f"{'is overwriting' if segment.state % 2 else 'has overwritten'} publish {sequence}"
-                )
-
-        check()
-        manifest = self._read_manifest(segment, handle, check)
-        if self._verify:
-            self._check_hashes(segment, manifest, check)
-        else:
-            segment.forget_private_pages()
-        tensors = view_tensors(segment.data, manifest)
-        stats = {"receive_s": time.perf_counter() - start, "total_bytes": manifest.total_bytes}
-        return Received(version, manifest, tensors, check, stats)
-
-    def close(self) -> None:
-        self._segments.clear()
-
-    def _open(self, handle: Handle) -> Segment:
-        path = Path(handle["path"])
-        if path in self._segments:
-            self._segments[path].require_magic()
-        else:
-            self._segments = {known: segment for known, segment in self._segments.items() if known.exists()}
-            try:
-                self._segments[path] = Segment.open(path)
-            except FileNotFoundError as error:
-                raise StaleHandleError(
-                    f"version {handle['version']}: {path} is not on host {os.uname().nodename}; it was written on host "
-                    f"{handle['host']}, and may have been removed since"
-                ) from error
-        return self._segments[path]
-
-    def _read_manifest(self, segment: Segment, handle: Handle, check: Callable[[], None]) -> Manifest:
-        offset, nbytes = handle["manifest_offset"], handle["manifest_bytes"]
-        text = segment.data[offset : offset + nbytes].numpy().tobytes()
-        check()  # bytes that were overwritten meanwhile are stale, not damaged
-        if len(text) != nbytes or xxh3_128(text) != handle["manifest_xxh3_128"]:
-            raise WeightSyncError(f"version {handle['version']}: the manifest in {segment.path} is damaged")
-        return Manifest.from_json(text)
-
-    def _check_hashes(self, segment: Segment, manifest: Manifest, check: Callable[[], None]) -> None:
-        index, count = self._share
-        wrong = wrong_tensors(segment.data, share_out(manifest.tensors, count)[index], self._threads)
-        if wrong:
-            # Pages this process wrote to in place (a model's loader may) do not follow the sender: look past them.
-            segment.forget_private_pages()
-            wrong = wrong_tensors(segment.data, wrong, self._threads)
-        check()
-        if wrong:
-            raise VerificationError(manifest.version, [entry.name for entry in wrong])
-
-
-TRANSPORT = Transport(SharedMemorySender, SharedMemoryReceiver)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from weight_sync.disk.storage import COMMIT_FILE, Store
 from weight_sync.errors import WeightSyncError
 from weight_sync.hashing import xxh3_128
 from weight_sync.manifest import Manifest
-from weight_sync.storage import COMMIT_FILE, Store
 
 LATEST_FILE = "latest"
 

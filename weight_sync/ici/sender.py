@@ -1,15 +1,4 @@
-"""Weights through a torch.distributed backend: device collectives where there are accelerators, gloo on CPUs.
-
-``publish`` snapshots every rank's own regions into flat memory on the device and returns; a thread of every rank then
-serves the receivers that ask for the version, while training goes on. A region goes straight from the rank that holds it
-to those that need it. There are two snapshots, so that version v+1 is made while receivers still take v.
-
-Memory: every rank keeps two snapshots of its share of the policy, and where tensors lie in parts on several ranks, room to
-gather the few that it hashes. A receiver keeps what it wants once.
-
-Receivers find the sender through a TCP store that sender rank 0 serves, come and go as they like, and may want whole
-tensors or regions of them. Engines that have a broadcast endpoint of their own can take the versions through it.
-"""
+"""The trainer's end of ici: a snapshot of every rank's regions, offered to whoever asks."""
 
 from __future__ import annotations
 
@@ -21,18 +10,17 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from weight_sync.buckets import FlatRegions
 from weight_sync.errors import WeightSyncError
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
-from weight_sync.ici_receiver import IciReceiver
-from weight_sync.links import Group, Store, backend_for, one_line
+from weight_sync.ici.buckets import FlatRegions
+from weight_sync.ici.links import Group, Store, backend_for, one_line
+from weight_sync.ici.publication import Publication, publication_key, whole_regions
+from weight_sync.ici.serving import LinkServer
+from weight_sync.ici.sharded_hashes import ShardedHashes
 from weight_sync.manifest import Manifest
-from weight_sync.publication import Publication, publication_key, whole_regions
 from weight_sync.sender import Layout, Ranks, Region, make_layout
-from weight_sync.serving import LinkServer
 from weight_sync.shard import Shard
-from weight_sync.sharded_hashes import ShardedHashes
-from weight_sync.transport import Handle, Sender, Transport
+from weight_sync.transport import Handle, Sender
 
 SLOTS = 2
 
@@ -240,6 +228,3 @@ def own_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
-
-
-TRANSPORT = Transport(IciSender, IciReceiver)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from weight_sync.disk.storage.base import COMMIT_FILE, VERSION_DIRECTORY, Store, Writer
 from weight_sync.errors import SpaceError, StaleHandleError, WeightSyncError
-from weight_sync.storage.base import COMMIT_FILE, VERSION_DIRECTORY, Store, Writer
 
 _WRITING, _REMOVING = ".writing", ".removing"
 MAP_NORESERVE = 0x4000  # absent from the mmap module

@@ -14,13 +14,13 @@ from typing import Any
 import numpy
 import torch
 
-from weight_sync import delta
+from weight_sync.disk import delta
+from weight_sync.disk.storage import REQUEST_BYTES, LocalStore, Store, open_store
+from weight_sync.disk.versions import FileRecord, Link, Record, read_record
 from weight_sync.errors import VerificationError, WeightSyncError
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
 from weight_sync.manifest import Manifest, TensorEntry
-from weight_sync.storage import REQUEST_BYTES, LocalStore, Store, open_store
 from weight_sync.transport import Handle, Received, Receiver
-from weight_sync.versions import FileRecord, Link, Record, read_record
 
 Bytes = dict[str, torch.Tensor]
 """Every tensor's bytes [bytes] uint8, by name."""

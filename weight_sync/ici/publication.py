@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weight_sync.buckets import Bucket, FlatRegions, cut_buckets
 from weight_sync.errors import CoverageError, StaleHandleError, WeightSyncError
 from weight_sync.hashing import xxh3_128
-from weight_sync.links import Store
+from weight_sync.ici.buckets import Bucket, FlatRegions, cut_buckets
+from weight_sync.ici.links import Store
 from weight_sync.manifest import Manifest, TensorEntry
 from weight_sync.plan import plan_transfers
 from weight_sync.sender import Region

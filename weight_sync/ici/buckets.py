@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weight_sync.links import Group
+from weight_sync.ici.links import Group
 from weight_sync.manifest import ALIGNMENT_BYTES
 from weight_sync.sender import Region
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from weight_sync.errors import SpaceError
-from weight_sync.segments import HEADER_BYTES
+from weight_sync.shared_memory.segments import HEADER_BYTES
 
 
 def require_space(slots: int, nbytes: int, directory: Path) -> None:

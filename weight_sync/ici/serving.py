@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from weight_sync.broadcast import send_broadcast
-from weight_sync.buckets import Bucket, Staging, send_buckets
 from weight_sync.errors import WeightSyncError
 from weight_sync.hashing import xxh3_128
-from weight_sync.links import Group, Store, one_line
-from weight_sync.publication import Publication
+from weight_sync.ici.broadcast import send_broadcast
+from weight_sync.ici.buckets import Bucket, Staging, send_buckets
+from weight_sync.ici.links import Group, Store, one_line
+from weight_sync.ici.publication import Publication
 
 log = logging.getLogger(__name__)
 

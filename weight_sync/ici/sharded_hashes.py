@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from weight_sync.buckets import FlatRegions, Staging, cut_buckets, receive_buckets, send_buckets
 from weight_sync.hashing import in_threads, xxh3_128
-from weight_sync.links import Group
+from weight_sync.ici.buckets import FlatRegions, Staging, cut_buckets, receive_buckets, send_buckets
+from weight_sync.ici.links import Group
 from weight_sync.plan import plan_transfers
 from weight_sync.sender import Region
 

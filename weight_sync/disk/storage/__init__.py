@@ -13,10 +13,10 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from weight_sync.disk.storage.base import COMMIT_FILE, REQUEST_BYTES, Store, Writer
+from weight_sync.disk.storage.local import LocalStore
+from weight_sync.disk.storage.objects import ObjectStore
 from weight_sync.errors import WeightSyncError
-from weight_sync.storage.base import COMMIT_FILE, REQUEST_BYTES, Store, Writer
-from weight_sync.storage.local import LocalStore
-from weight_sync.storage.objects import ObjectStore
 
 __all__ = ["COMMIT_FILE", "REQUEST_BYTES", "LocalStore", "ObjectStore", "Store", "Writer", "open_store"]
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from weight_sync.buckets import Bucket, FlatRegions, Staging, ignore, receive_buckets
 from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncError
 from weight_sync.hashing import default_threads, xxh3_128
-from weight_sync.links import Group, Store, one_line
+from weight_sync.ici.buckets import Bucket, FlatRegions, Staging, ignore, receive_buckets
+from weight_sync.ici.links import Group, Store, one_line
+from weight_sync.ici.publication import Publication, Wants, read_publication
 from weight_sync.manifest import Manifest
-from weight_sync.publication import Publication, Wants, read_publication
 from weight_sync.sender import Region
 from weight_sync.transport import Handle, Received, Receiver
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from weight_sync.buckets import Bucket, FlatRegions, Staging, itemsize_order, receive_buckets, send_buckets
-from weight_sync.links import Group
+from weight_sync.ici.buckets import Bucket, FlatRegions, Staging, itemsize_order, receive_buckets, send_buckets
+from weight_sync.ici.links import Group
+from weight_sync.ici.publication import Publication
 from weight_sync.manifest import dtype_name
 from weight_sync.plan import plan_transfers
-from weight_sync.publication import Publication
 from weight_sync.sender import Region
 
 TRAILER = "weight_sync.trailer"
