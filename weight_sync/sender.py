@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from weight_sync.errors import CoverageError, WeightSyncError
-from weight_sync.hashing import hash_entries, share_out
+from weight_sync.hashing import hash_entries, xxh3_128
 from weight_sync.manifest import Manifest
+from weight_sync.portions import share_out
 from weight_sync.shard import Shard
 
 Result = TypeVar("Result")
+MOST_NAMED = 16
+"""Regions listed in an error."""
 
 
 class Ranks:
@@ -39,18 +41,17 @@ class Ranks:
 
     def exchange(self, work: Callable[[], Result]) -> list[Result]:
         """Collective: do ``work`` on every rank and return all results, by rank. If one fails, every rank raises."""
-        result, failure = None, None
+        result = failure = cause = None
         try:
             result = work()
+        except WeightSyncError as error:
+            failure, cause = error, error.__cause__
         except Exception as error:
-            failure = error
-        shared = failure
-        if failure is not None and not isinstance(failure, WeightSyncError):
-            shared = WeightSyncError(f"rank {self.rank}: {type(failure).__name__}: {failure}")
-        everyone = self._gather((result, shared))
+            failure, cause = WeightSyncError(f"rank {self.rank}: {type(error).__name__}: {error}"), error
+        everyone = self._gather((result, failure))
         first = next((error for _, error in everyone if error is not None), None)
         if first is not None:
-            raise first from failure
+            raise first from cause
         return [result for result, _ in everyone]
 
     def _gather(self, mine: tuple) -> list[tuple]:
@@ -90,13 +91,60 @@ class Region:
     def is_whole(self) -> bool:
         return self.shape == self.global_shape
 
-    def overlaps(self, other: Region) -> bool:
-        spans = zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
-        return all(a < b + m and b < a + n for a, n, b, m in spans)
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the region in the whole tensor."""
+        return tuple(slice(start, start + extent) for start, extent in zip(self.offsets, self.shape, strict=True))
+
+    def narrow(self, dim: int, start: int, end: int) -> Region:
+        """The part between two indices of the whole tensor along ``dim``."""
+        offsets, shape = list(self.offsets), list(self.shape)
+        offsets[dim], shape[dim] = start, end - start
+        return replace(self, offsets=tuple(offsets), shape=tuple(shape))
+
+    def contains(self, element: tuple[int, ...]) -> bool:
+        spans = zip(self.offsets, self.shape, element, strict=True)
+        return all(start <= at < start + extent for start, extent, at in spans)
 
     def __str__(self) -> str:
         spans = zip(self.offsets, self.shape, strict=True)
         return f"[{', '.join(f'{start}:{start + extent}' for start, extent in spans)}]"
+
+
+class Agreed(NamedTuple):
+    """What the ranks found when they compared notes at the begin of a publish."""
+
+    regions: list[Region]
+    """Of this rank's shards, in their order."""
+    shards: dict[Region, Shard]
+    """This rank's, by region."""
+    digests: list[str]
+    """By rank: of its regions, in their order."""
+    notes: list
+    """By rank: what else it said."""
+
+
+def agree(
+    ranks: Ranks, version: int, shards: Iterable[Shard], sequence: int = 0, note: Callable[[], Any] = lambda: None
+) -> Agreed:
+    """Collective, the begin of a publish: take every rank's shards, and what its ``note`` returns.
+
+    ``sequence`` counts this rank's publishes. Raises WeightSyncError if it or ``version`` is not the same on all ranks.
+    """
+    mine: list[Shard] = []
+    regions: list[Region] = []
+
+    def describe() -> tuple[int, int, str, Any]:
+        mine.extend(shards)
+        regions.extend(map(Region.of, mine))
+        return version, sequence, xxh3_128(repr(regions).encode()), note()
+
+    versions, sequences, digests, notes = map(list, zip(*ranks.exchange(describe), strict=True))
+    if len(set(versions)) > 1:
+        raise WeightSyncError(f"the ranks publish different versions: {versions}")
+    if len(set(sequences)) > 1:
+        raise WeightSyncError(f"the ranks have called publish {sequences} times: open the sender anew on all of them")
+    return Agreed(regions, dict(zip(regions, mine, strict=True)), digests, notes)
 
 
 @dataclass(frozen=True)
@@ -145,16 +193,36 @@ def _check_coverage(name: str, holders: dict[Region, list[int]]) -> None:
                 f"{name}: rank {holders[first][0]} says {first.dtype} {list(first.global_shape)}, "
                 f"rank {ranks[0]} says {region.dtype} {list(region.global_shape)}"
             )
-    for one, other in itertools.combinations(holders, 2):
-        if one.overlaps(other):
-            raise CoverageError(
-                f"{name} {list(first.global_shape)}: region {one} of rank {holders[one][0]} overlaps region {other} "
-                f"of rank {holders[other][0]}"
-            )
-    covered, wanted = sum(region.size for region in holders), math.prod(first.global_shape)
-    if covered != wanted:
-        held = ", ".join(f"rank {ranks[0]} {region}" for region, ranks in holders.items())
-        raise CoverageError(f"{name} {list(first.global_shape)}: {covered} of {wanted} elements are there: {held}")
+    whole = Region(name, first.dtype, first.global_shape, (0,) * len(first.global_shape), first.global_shape)
+    wrong = _first_difference(holders, [whole])
+    if wrong is None:
+        return
+    tensor, there = f"{name} {list(first.global_shape)}", [region for region in holders if region.contains(wrong)]
+    if len(there) > 1:
+        one, other = there[:2]
+        raise CoverageError(
+            f"{tensor}: region {one} of rank {holders[one][0]} overlaps region {other} of rank {holders[other][0]}"
+        )
+    held = ", ".join(f"rank {ranks[0]} {region}" for region, ranks in itertools.islice(holders.items(), MOST_NAMED))
+    more = f" and {len(holders) - MOST_NAMED} more" if len(holders) > MOST_NAMED else ""
+    covered = sum(region.size for region in holders)
+    raise CoverageError(f"{tensor}: {covered} of {whole.size} elements, none at {list(wrong)}: {held}{more}")
+
+
+def _first_difference(some: Iterable[Region], others: Iterable[Region]) -> tuple[int, ...] | None:
+    """The first element that is in more regions of ``some`` than of ``others``, or in fewer; None if there is none.
+
+    Adds up the corners of all regions, with signs that alternate along the edges. Those sums are the differences along
+    every dimension of how often an element is covered: none is left if and only if the counts are equal everywhere, and
+    the first that is left lies at the first element where they are not. It takes time in proportion to the regions.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for regions, sign in ((some, 1), (others, -1)):
+        for region in regions:
+            edges = [((at, 1), (at + extent, -1)) for at, extent in zip(region.offsets, region.shape, strict=True)]
+            for corner in itertools.product(*edges):
+                corners[tuple(at for at, _ in corner)] += sign * math.prod(side for _, side in corner)
+    return min((corner for corner, count in corners.items() if count), default=None)
 
 
 def hash_together(
@@ -165,8 +233,7 @@ def hash_together(
     hashes = dict(known)
     unknown = [entry for entry in manifest.tensors if entry.name not in known]
     if unknown:
-        mine = share_out(unknown, ranks.world_size)[ranks.rank]
+        mine = share_out(unknown, [0] * ranks.world_size)[ranks.rank]
         for part in ranks.exchange(lambda: hash_entries(data, mine, threads)):
             hashes |= part
-    tensors = tuple(dataclasses.replace(entry, xxh3_128=hashes[entry.name]) for entry in manifest.tensors)
-    return dataclasses.replace(manifest, tensors=tensors)
+    return manifest.with_hashes(hashes)
