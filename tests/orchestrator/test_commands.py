@@ -77,6 +77,7 @@ def test_wrong_command_lines_end_with_2_and_one_line(tmp_path, arguments, words)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_asynchronous_pacing_keeps_its_bound(start_job, tmp_path):
     run_dir = tmp_path / "run"
     job = start_job(f"run_dir={run_dir}", "rollout.max_staleness=1", "trainer.steps=4")

@@ -37,7 +37,7 @@ def test_a_run_leaves_its_record_and_nothing_else(start_job, tmp_path):
     assert (again, "already holds a run" in message) == (2, True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_interrupted_run_continues_with_the_next_step(start_job, tmp_path, number):
     run_dir = tmp_path / "run"
     job = start_job(f"run_dir={run_dir}", "trainer.steps=500")
@@ -85,6 +85,7 @@ def test_an_engine_that_does_not_start_ends_the_run(start_job, tmp_path):
     assert job.left_behind() == []
 
 
+@pytest.mark.slow
 def test_two_ranks_and_two_engines(start_job, tmp_path):
     run_dir = tmp_path / "run"
     shape = ["cluster.chips_per_host=4", "cluster.trainer_chips=2", "cluster.rollout_chips=2", "rollout.engines=2"]
