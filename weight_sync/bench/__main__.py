@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -123,18 +124,14 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         for senders in options.senders:
             for receivers in options.receivers:
                 yield from _transfers(options, Path(directory), senders, receivers)
-    for source, name in options.baselines:
-        try:
-            progress = _progress(f"baseline {name}")
-            yield baselines.measure(source, name, payload, repeats, timeout_s, progress)
-        except WorkerError as error:
-            yield make_row("baseline", name, payload.nbytes, [], error=str(error))
+        for source, name in options.baselines:
+            yield _baseline(options, Path(directory), source, name)
 
 
 def _transfers(options: argparse.Namespace, directory: Path, senders: int, receivers: int) -> Iterator[Row]:
     group = None
     try:
-        for case in (case for name in options.transport for case in transfer.cases_of(name)):
+        for case in (case for name in options.transport for case in transfer.cases_of(name, senders)):
             progress = _progress(f"{report.name_of(case.transport, case.hashing)}, {senders} to {receivers}")
             try:
                 if group is None:
@@ -150,6 +147,16 @@ def _transfers(options: argparse.Namespace, directory: Path, senders: int, recei
     finally:
         if group is not None:
             group.close()
+
+
+def _baseline(options: argparse.Namespace, directory: Path, source: str, name: str) -> Row:
+    progress = _progress(f"baseline {name}")
+    progress("starting processes")
+    try:
+        with closing(transfer.Group(options.payload, 1, 1, directory, options.timeout)) as group:
+            return baselines.measure(group, source, name, options.repeats, progress)
+    except WorkerError as error:
+        return make_row("baseline", name, options.payload.nbytes, [], error=str(error))
 
 
 def main(arguments: list[str] | None = None) -> int:

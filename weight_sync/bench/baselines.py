@@ -7,7 +7,6 @@ for a dict of private tensors. It is called in a process of its own.
 from __future__ import annotations
 
 import importlib
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
-from weight_sync.bench import limits
-from weight_sync.bench.payload import Payload, hold
-from weight_sync.bench.processes import State, Worker, on_all
-from weight_sync.bench.timing import WARM_UPS, make_row, timed
+from weight_sync.bench.payload import Payload
+from weight_sync.bench.processes import State, on_all
+from weight_sync.bench.timing import WARM_UPS, Figures, each_round, make_row, timed
+from weight_sync.bench.transfer import HASHED, Group
 
 
 class Baseline(Protocol):
@@ -56,29 +55,23 @@ def find(source: str, payload: Payload) -> dict[str, Open]:
     return importlib.import_module(source).baselines(payload)
 
 
-def measure(
-    source: str, name: str, payload: Payload, repeats: int, timeout_s: float, progress: Callable[[str], None]
-) -> dict[str, Any]:
-    """A row of the results. Raises WorkerError."""
-    worker = Worker(f"baseline {name}")
-    try:
-        on_all([worker], timeout_s, hold, payload)
-        memcpy_gb_per_s = limits.memcpy_rate(worker, timeout_s)
-        progress("starting")
-        verified = on_all([worker], timeout_s, _open, source, name, payload)[0]
+def measure(group: Group, source: str, name: str, repeats: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row of the results. Raises WorkerError.
+
+    Between its rounds shared memory moves the same tensors of the same process: ``ours_s`` is what that took, and
+    ``ours_speedup`` how many times longer the baseline takes.
+    """
+    theirs = group.senders[:1]
+    with group.opened(HASHED):
+        verified = on_all(theirs, group.timeout_s, _open, source, name, group.payload)[0]
         rounds = []
-        for number in range(1, WARM_UPS + repeats + 1):
-            progress(f"round {number} of {WARM_UPS + repeats}")
-            rounds.append(on_all([worker], timeout_s, _one_round, number)[0])
-        on_all([worker], timeout_s, _close)
-    finally:
-        worker.close()
-    rounds = rounds[WARM_UPS:]
-    medians = {key: statistics.median(taken[key] for taken in rounds) for key in rounds[0] if key != "total_s"}
-    seconds = [taken["total_s"] for taken in rounds]
-    return make_row(
-        "baseline", name, payload.nbytes, seconds, memcpy_gb_per_s=memcpy_gb_per_s, verified=verified, **medians
-    )
+        for _ in each_round(repeats, progress):
+            ours, _ = group.one_round(HASHED)
+            taken = on_all(theirs, group.timeout_s, _one_round)[0]
+            rounds.append({"memcpy_gb_per_s": ours["memcpy_gb_per_s"], "ours_s": ours["total_s"], **taken})
+        on_all(theirs, group.timeout_s, _close)
+    row = make_row("baseline", name, group.payload.nbytes, rounds[WARM_UPS:], verified=verified)
+    return row | {"ours_speedup": row["total_s"] / row["ours_s"]}
 
 
 def _open(state: State, source: str, name: str, payload: Payload) -> bool:
@@ -86,8 +79,8 @@ def _open(state: State, source: str, name: str, payload: Payload) -> bool:
     return state["baseline"].verified
 
 
-def _one_round(state: State, number: int) -> dict[str, float]:
-    state["shards"].change(number)
+def _one_round(state: State) -> Figures:
+    """With the values that the round of shared memory before it has made."""
     more: dict[str, float] = {}
     total_s = timed(lambda: more.update(state["baseline"].transfer() or {}))
     state["baseline"].check()

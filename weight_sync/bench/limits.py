@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import torch.distributed as dist
 import xxhash
 
 from weight_sync.bench import processes
-from weight_sync.bench.payload import Payload, PrivateShards, hold
+from weight_sync.bench.payload import DTYPE, Payload, PrivateShards, hold
 from weight_sync.bench.processes import State, Worker, close_all, each, on_all
 from weight_sync.bench.timing import make_row, repeated
 
 MOST_BYTES = 2 * 10**9
 """Of a larger payload only its first tensors are used, so that memory suffices."""
-REPEATS = 5
 
 
 def measure(
@@ -45,7 +43,8 @@ def measure(
             progress(name)
             workers = pair if limit is gloo_broadcast else pair[:1]
             nbytes, seconds = on_all(workers, timeout_s, limit, *arguments)[0]
-            row = make_row("limit", name, nbytes, seconds, receivers=len(workers) - 1, memcpy_gb_per_s=warm_rate)
+            rounds = [{"total_s": taken} for taken in seconds]
+            row = make_row("limit", name, nbytes, rounds, receivers=len(workers) - 1, memcpy_gb_per_s=warm_rate)
             warm_rate = warm_rate or row["gb_per_s"]
             yield row
     finally:
@@ -53,9 +52,9 @@ def measure(
 
 
 def memcpy_rate(worker: Worker, timeout_s: float) -> float:
-    """Warm, one thread, in GB/s: what ratios of the same minute are made with."""
-    nbytes, seconds = on_all([worker], timeout_s, memcpy, REPEATS, 1)[0]
-    return nbytes / 1e9 / statistics.median(seconds)
+    """Of one copy in one thread [GB/s]. The speed of memory drifts, so every round that it is compared with has its own."""
+    nbytes, (seconds,) = on_all([worker], timeout_s, memcpy, 1, 1)[0]
+    return nbytes / 1e9 / seconds
 
 
 def sample(shards: PrivateShards) -> list[torch.Tensor]:
@@ -75,13 +74,15 @@ def sample(shards: PrivateShards) -> list[torch.Tensor]:
 def memcpy(state: State, repeats: int, threads: int) -> tuple[int, list[float]]:
     """torch's copy into memory that was touched before."""
     tensors = sample(state["shards"])
-    targets = [torch.ones_like(tensor) for tensor in tensors]
+    nbytes = _bytes_of(tensors)
+    touched = torch.ones(nbytes, dtype=torch.uint8)  # in one piece, which goes back to the system at once
+    targets = [part.view(DTYPE) for part in touched.split([tensor.nbytes for tensor in tensors])]
 
     def copy() -> None:
         for target, tensor in zip(targets, tensors, strict=True):
-            target.copy_(tensor)
+            target.copy_(tensor.view(-1))
 
-    return _bytes_of(tensors), _with_threads(threads, copy, repeats)
+    return nbytes, _with_threads(threads, copy, repeats)
 
 
 def first_touch(state: State, repeats: int) -> tuple[int, list[float]]:

@@ -128,8 +128,6 @@ def join(state: State, rank: int, world_size: int, rendezvous: str, timeout_s: f
 
 
 def reset_peak_memory(state: State) -> None:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -137,3 +135,9 @@ def reset_peak_memory(state: State) -> None:
 def peak_memory(state: State) -> int:
     """Largest resident size of this process [bytes] since the reset, mapped shared memory included."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+
+def give_back_memory(state: State) -> None:
+    """What was freed goes to the system, so that it is not taken for memory of what is measured next."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)

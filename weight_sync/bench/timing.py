@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 WARM_UPS = 1
+Figures = dict[str, float]
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -21,35 +22,46 @@ def repeated(work: Callable[[], object], repeats: int) -> list[float]:
     return [timed(work) for _ in range(WARM_UPS + repeats)][WARM_UPS:]
 
 
+def each_round(repeats: int, progress: Callable[[str], None]) -> Iterator[int]:
+    """The numbers of the warm-up and of the rounds after it, each announced."""
+    for number in range(1, WARM_UPS + repeats + 1):
+        progress(f"round {number} of {WARM_UPS + repeats}")
+        yield number
+
+
 def make_row(
     kind: str,
     transport: str,
     payload_bytes: int,
-    seconds: Sequence[float],
+    rounds: Sequence[Figures],
     senders: int = 1,
     receivers: int = 1,
     **more: Any,
 ) -> dict[str, Any]:
-    """A row of the results: ``kind`` is limit, transport or baseline, ``total_s`` the median, GB 10^9 bytes.
+    """A row of the results: ``kind`` is limit, transport or baseline, GB 10^9 bytes.
 
-    Without seconds the measurement failed, and the row should have ``error``.
+    Every round has its ``total_s``; of this and of all other figures the row has the medians. Without rounds the
+    measurement failed, and the row should have ``error``.
     """
-    total_s = statistics.median(seconds) if seconds else None
+    seconds = [figures["total_s"] for figures in rounds]
+    medians = {name: statistics.median(figures[name] for figures in rounds) for name in (rounds[0] if rounds else ())}
+    total_s = medians.get("total_s")
     row = {
         "kind": kind,
         "transport": transport,
         "payload_bytes": payload_bytes,
         "senders": senders,
         "receivers": receivers,
-        "total_s": total_s,
+        "total_s": None,
         "min_s": min(seconds, default=None),
         "max_s": max(seconds, default=None),
-        "repeats": len(seconds),
+        "repeats": len(rounds),
         "pause_s": None,
         "gb_per_s": payload_bytes / 1e9 / total_s if total_s else None,
         "memcpy_gb_per_s": None,
         "ratio_to_memcpy": None,
         "verified": False,
+        **medians,
         **more,
     }
     if row["gb_per_s"] and row["memcpy_gb_per_s"]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,16 @@ import torch
 from weight_sync.bench import limits, processes
 from weight_sync.bench.payload import Payload, add_sums, hold, sums
 from weight_sync.bench.processes import State, Worker, WorkerError, close_all, each, on_all
-from weight_sync.bench.timing import WARM_UPS, make_row, timed
+from weight_sync.bench.timing import WARM_UPS, Figures, each_round, make_row, timed
 from weight_sync.shared_memory.segments import remove_segments
 from weight_sync.transport import open_receiver, open_sender
-
-Seconds = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Case:
     """A transport and what is hashed: ``none`` nothing, ``inline`` the sender hashes in publish and the receiver checks.
 
-    ``ahead``: as ``inline``, but the sender hashed while engines still generated, so that only its copy counts. It is
-    put together from the rounds of the other two: publish without hashes, then receive with the check.
+    ``ahead``: as ``inline``, but the sender hashes before the clock starts, as a trainer does while engines generate.
     """
 
     transport: str
@@ -39,22 +36,28 @@ class Case:
         return self.hashing != "none"
 
 
-def cases_of(transport: str) -> list[Case]:
-    """Hashing costs about as much as copying through memory, and hides behind slower transports."""
-    kinds = ("none", "inline", "ahead") if transport == "shared_memory" else ("inline",)
-    return [Case(transport, hashing) for hashing in kinds]
+HASHED = Case("shared_memory", "inline")
+
+
+def cases_of(transport: str, senders: int) -> list[Case]:
+    """Hashing costs about as much as copying through memory, and hides behind slower transports. Only whole tensors can
+    be hashed ahead, and several senders hold rows of them."""
+    if transport != HASHED.transport:
+        return [Case(transport)]
+    return [Case(transport, "none"), HASHED] + ([Case(transport, "ahead")] if senders == 1 else [])
 
 
 class Group:
     """Sender processes that share a payload, and receiver processes. After an error it must be closed."""
 
     def __init__(self, payload: Payload, senders: int, receivers: int, directory: Path, timeout_s: float):
-        self._payload, self._directory, self._timeout_s = payload, directory, timeout_s
+        self.payload, self.timeout_s = payload, timeout_s
+        self._directory = directory
         self._run_id = f"bench-{secrets.token_hex(4)}"
         self._round = 0
-        self._rounds: dict[Case, list[Seconds]] = {}
         self.senders = [Worker(f"sender {rank}") for rank in range(senders)]
         self.receivers = [Worker(f"receiver {index}") for index in range(receivers)]
+        self.everybody = self.senders + self.receivers
         rendezvous = str(directory / f"gloo-{self._run_id}")
         ranks = [(rank, senders) for rank in range(senders)]
         try:
@@ -67,76 +70,62 @@ class Group:
 
     def measure(self, case: Case, repeats: int, progress: Callable[[str], None]) -> dict[str, Any]:
         """A row of the results. Raises WorkerError if anything failed or a round's bytes did not arrive."""
-        memcpy_gb_per_s = limits.memcpy_rate(self.senders[0], self._timeout_s)
-        if case.hashing == "ahead":
-            rounds, peaks = self._put_together(case), None
-        else:
-            rounds, peaks = self._run(case, repeats, progress)
-            self._rounds[case] = rounds
-        medians = {name: statistics.median(taken[name] for taken in rounds) for name in rounds[0]}
+        with self.opened(case):
+            rounds, peaks = zip(*(self.one_round(case) for _ in each_round(repeats, progress)), strict=True)
+        peaks = [max(of_worker) for of_worker in zip(*peaks, strict=True)]
+        senders = len(self.senders)
         return make_row(
             "transport",
             case.transport,
-            self._payload.nbytes,
-            [taken["total_s"] for taken in rounds],
-            **self.shape,
-            **{name: value for name, value in medians.items() if name != "total_s"},
-            memcpy_gb_per_s=memcpy_gb_per_s,
+            self.payload.nbytes,
+            rounds[WARM_UPS:],
+            senders,
+            len(self.receivers),
             verified=case.verified,
             hashing=case.hashing,
-            changed_share=self._payload.changed,
-            peak_rss_bytes=peaks,
+            changed_share=self.payload.changed,
+            peak_rss_bytes={"senders": peaks[:senders], "receivers": peaks[senders:]},
         )
 
-    def _run(self, case: Case, repeats: int, progress: Callable[[str], None]) -> tuple[list[Seconds], dict]:
-        """What the rounds after the warm-up took, and the peak memory of every process [bytes]."""
-        everybody = {"senders": self.senders, "receivers": self.receivers}
-        on_all(self.senders + self.receivers, self._timeout_s, processes.reset_peak_memory)
+    @contextmanager
+    def opened(self, case: Case) -> Iterator[None]:
+        """Both ends are open; after an error they stay so until the group is closed."""
+        on_all(self.everybody, self.timeout_s, processes.give_back_memory)
         with tempfile.TemporaryDirectory(dir=self._directory, prefix="case-", ignore_cleanup_errors=True) as place:
             options = _options(case, self._run_id, place)
-            on_all(self.senders, self._timeout_s, open_sending, case.transport, options)
-            on_all(self.receivers, self._timeout_s, open_receiving, case.transport, {"verify": case.verified})
-            rounds = []
-            for number in range(1, WARM_UPS + repeats + 1):
-                progress(f"round {number} of {WARM_UPS + repeats}")
-                rounds.append(self._one_round())
-            peaks = {side: on_all(of, self._timeout_s, processes.peak_memory) for side, of in everybody.items()}
-            on_all(self.receivers, self._timeout_s, close_receiving)
-            on_all(self.senders, self._timeout_s, close_sending)
-        return rounds[WARM_UPS:], peaks
+            on_all(self.senders, self.timeout_s, open_sending, case.transport, options)
+            on_all(self.receivers, self.timeout_s, open_receiving, case.transport, {"verify": case.verified})
+            yield
+            on_all(self.receivers, self.timeout_s, close_receiving)
+            on_all(self.senders, self.timeout_s, close_sending)
 
-    def _put_together(self, case: Case) -> list[Seconds]:
-        try:
-            copied, checked = (self._rounds[Case(case.transport, hashing)] for hashing in ("none", "inline"))
-        except KeyError:
-            raise WorkerError("the measurements that this is made from failed") from None
-        return [
-            check | {"stage_s": copy["stage_s"], "total_s": copy["stage_s"] + check["receive_s"]}
-            for copy, check in zip(copied, checked, strict=True)
-        ]
-
-    @property
-    def shape(self) -> dict[str, int]:
-        return {"senders": len(self.senders), "receivers": len(self.receivers)}
-
-    def _one_round(self) -> Seconds:
+    def one_round(self, case: Case) -> tuple[Figures, list[int]]:
+        """What it took, and the peak memory of every process [bytes], senders first."""
         self._round += 1
-        changed = on_all(self.senders, self._timeout_s, change, self._round)
+        changed = on_all(self.senders, self.timeout_s, change, self._round)
+        memcpy_gb_per_s = limits.memcpy_rate(self.senders[0], self.timeout_s)
+        on_all(self.everybody, self.timeout_s, processes.reset_peak_memory)
+        if case.hashing == "ahead":
+            on_all(self.senders, self.timeout_s, hash_ahead)
         start = time.perf_counter()
-        published = on_all(self.senders, self._timeout_s, publish, self._round)
+        published = on_all(self.senders, self.timeout_s, publish, self._round)
         staged = time.perf_counter()
-        on_all(self.receivers, self._timeout_s, receive, published[0][0])
+        handle, stats = published[0]
+        on_all(self.receivers, self.timeout_s, receive, handle)
         received = time.perf_counter()
-        load_s = on_all(self.receivers, self._timeout_s, load)
-        self._compare(add_sums(changed), on_all(self.receivers, self._timeout_s, received_sums))
+        load_s = on_all(self.receivers, self.timeout_s, load)
+        peaks = on_all(self.everybody, self.timeout_s, processes.peak_memory)
+        self._compare(add_sums(changed), on_all(self.receivers, self.timeout_s, received_sums))
         taken = {
             "total_s": received - start,
             "stage_s": staged - start,
             "receive_s": received - staged,
             "pause_s": max(load_s),
+            "memcpy_gb_per_s": memcpy_gb_per_s,
         }
-        stats = published[0][1]
-        return taken | {"wire_bytes": stats["wire_bytes"]} if "wire_bytes" in stats else taken
+        if "wire_bytes" in stats:
+            taken["wire_bytes"] = stats["wire_bytes"]
+        return taken, peaks
 
     def _compare(self, sent: dict[str, int], arrived: list[dict[str, int]]) -> None:
         for receiver, found in zip(self.receivers, arrived, strict=True):
@@ -148,7 +137,7 @@ class Group:
                 )
 
     def close(self) -> None:
-        close_all(self.senders + self.receivers)
+        close_all(self.everybody)
         remove_segments(self._run_id)  # of a sender that had to be killed
 
 
@@ -167,6 +156,10 @@ def open_sending(state: State, transport: str, options: dict[str, Any]) -> None:
 
 def change(state: State, round_number: int) -> dict[str, int]:
     return state["shards"].change(round_number)
+
+
+def hash_ahead(state: State) -> None:
+    state["sender"].hash_ahead(state["shards"].shards)
 
 
 def publish(state: State, version: int) -> tuple[dict, dict[str, float]]:
