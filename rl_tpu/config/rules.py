@@ -80,7 +80,10 @@ def _chips(config: RunConfig) -> Iterator[str]:
 
 
 def _sync(config: RunConfig) -> Iterator[str]:
-    if config.weight_sync.transport == "shared_memory" and config.cluster.hosts > 1:
+    sync = config.weight_sync
+    if sync.delivery == "broadcast" and sync.transport != "ici":
+        yield f"weight_sync.delivery=broadcast needs weight_sync.transport ici, it is {sync.transport}"
+    if sync.transport == "shared_memory" and config.cluster.hosts > 1:
         yield (
             "weight_sync.transport=shared_memory reaches engines on the trainer's own host only, cluster.hosts is"
             f" {config.cluster.hosts}"

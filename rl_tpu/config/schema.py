@@ -230,6 +230,11 @@ class WeightSyncConfig(Section):
     """Registered name of a transport, or an import path `package.module:ATTRIBUTE`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the transport's sender. In strings {run_dir} and {model_dir} stand for the run's directories."""
+    delivery: Literal["staged", "broadcast"] = "staged"
+    """How engines take a policy. Each fetches and verifies it while it generates and pauses only to load it (`staged`), or
+    all stand still together while one copy is sent to all of them through SGLang's own endpoints (`broadcast`, with
+    transport ici only): for many engines behind a narrow network, or where engines must not open connections of their
+    own."""
     pause_mode: Literal["in_place", "retract", "abort"] = "retract"
     """What a new policy does to samples in flight: they go on with the key-value cache they have (`in_place`), go on with
     one computed anew (`retract`), or are dropped and written again from the start (`abort`)."""

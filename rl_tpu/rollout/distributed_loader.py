@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rl_tpu.rollout.prefix_cache import open_name_space
-from rl_tpu.rollout.weight_loader import NOTHING_LOADED, WeightLoadError, on_all_ranks
+from rl_tpu.rollout.weight_loader import MIXTURE, NOTHING_LOADED, WeightLoadError, on_all_ranks
 from weight_sync import Manifest, VerificationError, WeightSyncError
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
 from weight_sync.ici.broadcast import TRAILER
@@ -23,19 +23,29 @@ from weight_sync.ici.broadcast import TRAILER
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 
+class Verified(list):
+    """What is to be loaded now of buckets that were verified: nothing, or a whole version."""
+
+
 class Arrival:
     """The verified buckets of the version that is being received."""
 
     def __init__(self) -> None:
+        self.mixed = False
+        """Whether the model holds some buckets of a version and not the others."""
         self._version: int | None = None
         self._buckets: list[NamedTensors] = []
         self._refused: str | None = None
 
     def take(self, bucket: NamedTensors, trailer: dict[str, Any]) -> NamedTensors:
-        """Check and keep a bucket; what is to be loaded now: nothing, or all buckets after the last.
+        """Check and keep a bucket; what is to be loaded now: nothing, or all buckets after the last. A bucket without
+        hashes is to be loaded at once.
 
         Raises an error for this and all later buckets if one is damaged or missing.
         """
+        if trailer["xxh3_128"][0] is None:
+            self.mixed = trailer["bucket"] + 1 < trailer["buckets"]
+            return bucket
         if trailer["bucket"] == 0:
             self._version, self._buckets, self._refused = trailer["version"], [], None
         try:
@@ -45,9 +55,9 @@ class Arrival:
             raise
         self._buckets.append(bucket)
         if len(self._buckets) < trailer["buckets"]:
-            return []
+            return Verified()
         buckets, self._buckets = self._buckets, []
-        return [pair for kept in buckets for pair in kept]
+        return Verified(pair for kept in buckets for pair in kept)
 
     def _check(self, bucket: NamedTensors, trailer: dict[str, Any]) -> None:
         version, number = trailer["version"], trailer["bucket"]
@@ -67,10 +77,6 @@ def _hash(tensor: torch.Tensor) -> str:
 
 _arrival = Arrival()
 _covered: set[tuple] = set()
-
-
-class Verified(list):
-    """What is to be loaded now of buckets that were verified: nothing, or a whole version."""
 
 
 def register_hooks() -> None:
@@ -93,19 +99,18 @@ def _update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 def _receive(receive: Callable[..., NamedTensors], updater: Any, **request: Any) -> NamedTensors:
     """Raises WeightLoadError on all ranks or on none; SGLang answers with its message."""
-    bucket = receive(updater, **request)
-    if not bucket or bucket[-1][0] != TRAILER:
-        return bucket
-    *bucket, (_, trailer) = bucket
+    if request["names"][-1:] != [TRAILER]:
+        return receive(updater, **request)
 
-    def check() -> NamedTensors:
+    def take() -> NamedTensors:
+        *bucket, (_, trailer) = receive(updater, **request)
         try:
             fields = json.loads(trailer.cpu().numpy().tobytes())
         except ValueError as error:
             raise WeightSyncError(f"the trailer of a bucket arrived damaged: {error}") from error
-        return Verified(_arrival.take(bucket, fields)) if fields["xxh3_128"][0] is not None else bucket
+        return _arrival.take(bucket, fields)
 
-    return on_all_ranks(check, NOTHING_LOADED)
+    return on_all_ranks(take, MIXTURE if _arrival.mixed else NOTHING_LOADED)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, named_tensors: NamedTensors) -> tuple[bool, str]:
@@ -113,11 +118,18 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, named_tensors: Na
         return load(updater, named_tensors)
     if not named_tensors:
         return True, "kept until the last bucket"
+
+    def load_all() -> str:
+        success, said = load(updater, named_tensors)
+        if not success:
+            raise WeightLoadError(said)
+        return said
+
     try:
         on_all_ranks(lambda: _check_fit(updater.get_model(), named_tensors), NOTHING_LOADED)
+        return True, on_all_ranks(load_all, MIXTURE)
     except WeightLoadError as error:
         return False, str(error)
-    return load(updater, named_tensors)
 
 
 def _check_fit(model: torch.nn.Module, named_tensors: NamedTensors) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.checksums import differing, expected_checksums, key_value_heads
+from rl_tpu.rollout.delivery import make_delivery
 from rl_tpu.rollout.engine import Engine, EngineLostError, UpdateRefusedError, WeightUpdate
 from rl_tpu.rollout.sglang import SGLangEngine
 from rl_tpu.types import Completion, SamplingParams
@@ -36,6 +37,7 @@ class Fleet:
         self.lost: dict[str, str] = {}
         self._config = config
         self._key_value_heads = key_value_heads
+        self._delivery = make_delivery(config)
         self._policy: tuple[Mapping[str, Any], int] | None = None
         """Handle and version of the newest one; before the first update engines serve their model directory."""
         self._updates: dict[str, WeightUpdate] = {}
@@ -46,8 +48,6 @@ class Fleet:
         self._syncing = False
         self._changed = asyncio.Event()
         """Set, and replaced, whenever an engine comes back or is given up."""
-        self._loads = 0
-        """Begun so far, on all engines."""
         self._aborted = 0
         """Samples aborted by an update and not yet reported."""
         self._requests = 0
@@ -100,7 +100,7 @@ class Fleet:
             params = dataclasses.replace(params, seed=self._next_seed())
         while True:
             await self._require_engine()
-            engine, loads = self._least_busy(), self._loads
+            engine, ended = self._least_busy(), self._delivery.ended
             self._load[engine.name] += cost
             try:
                 completions = await engine.generate(prompt_ids, params, n)
@@ -113,7 +113,7 @@ class Fleet:
             aborted = sum(completion.finish_reason == "abort" for completion in completions)
             if not aborted:
                 return completions
-            if self._config.weight_sync.pause_mode != "abort" or self._loads == loads:
+            if self._config.weight_sync.pause_mode != "abort" or self._delivery.begun == ended:
                 raise RunError(f"{engine.name} aborted an answer, which is no sample of the policy")
             self._aborted += aborted
 
@@ -183,11 +183,13 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
 
     async def _bring(self, engines: Sequence[Engine]) -> None:
-        await asyncio.gather(*(self._update(engine) for engine in engines))
+        """Have engines take the newest policy."""
+        coming = self._delivery.deliver(engines, *self._policy)
+        await asyncio.gather(*map(self._settle, engines, coming))
 
-    async def _update(self, engine: Engine) -> None:
+    async def _settle(self, engine: Engine, coming: Awaitable[WeightUpdate]) -> None:
         try:
-            update = await self._take(engine)
+            update = await coming
         except RunError as error:
             if not await self._lose_if_broken(engine, error):
                 self._lose(engine, str(error))
@@ -195,12 +197,6 @@ class Fleet:
         self._updates[engine.name] = update
         self.lost.pop(engine.name, None)
         self._notify()
-
-    async def _take(self, engine: Engine) -> WeightUpdate:
-        """Have an engine take the newest policy."""
-        staged = await engine.stage(*self._policy)
-        self._loads += 1
-        return await engine.load(staged)
 
     def _metrics(self) -> dict[str, float]:
         updates = list(self._updates.values())
@@ -234,7 +230,8 @@ class Fleet:
             while policy is not self._policy:
                 policy = self._policy
                 try:
-                    update = await self._take(engine)
+                    (coming,) = self._delivery.deliver([engine], *policy)
+                    update = await coming
                 except UpdateRefusedError:
                     if policy is self._policy:
                         raise

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,14 @@ class SGLangEngine:
         self.name = f"engine {index}"
         self.log = run_dir / "logs" / f"engine-{index}.log"
         self.url = ""
+        self.starts = 0
+        """How often its server was started. A new one knows nothing of what the one before was told."""
         self._config = config
         self._vocabulary = vocabulary_size(model_dir)
         self._options = server_options(config, model_dir, index)
         self._environment = server_environment(config, model_dir, chips)
         self._actor_options = actor_options
         self._actor: Any = None
-        self._starts = 0
         self._session: aiohttp.ClientSession | None = None
         self._updating = asyncio.Lock()
         self._broken_loads: list[str] = []
@@ -91,8 +92,8 @@ class SGLangEngine:
         broken_loads = len(self._broken_loads)
         if n > 1 and len(prompt_ids) >= SHARED_PROMPT_TOKENS:
             read_only = {"input_ids": list(prompt_ids), "sampling_params": {"max_new_tokens": 0}}
-            await self._post("/generate", read_only, timeout_s, retry=True)
-        answer = await self._post("/generate", body, timeout_s, retry=True)
+            await self.post("/generate", read_only, timeout_s, retry=True)
+        answer = await self.post("/generate", body, timeout_s, retry=True)
         if len(self._broken_loads) > broken_loads:
             raise EngineLostError(f"{self.name} dropped its requests: {self._broken_loads[broken_loads]}")
         return [parse_completion(item) for item in answer]
@@ -121,21 +122,32 @@ class SGLangEngine:
             # Samples that keep their entries pin the cache; `prefix_cache` keeps new ones away from them.
             "flush_cache": self._config.weight_sync.pause_mode != "in_place",
         }
+
+        async def change() -> None:
+            try:
+                await self.post("/update_weights_from_tensor", body, timeout_s)
+            except RunError as error:
+                raise refusal_or_loss(error) from None
+
+        return dataclasses.replace(staged, pause_seconds=await self.stand_still(change))
+
+    async def stand_still(self, change: Callable[[], Awaitable[None]]) -> float:
+        """Stop generating, let ``change`` bring other weights through a weight update session, go on generating. For how
+        many seconds it stood still.
+
+        ``change`` raises UpdateRefusedError if it left the weights as they were. Every other error is, or becomes,
+        EngineLostError.
+        """
         async with self._updating:
             start = time.perf_counter()
             try:
-                async with asyncio.timeout(timeout_s), self._paused():
-                    await self._post("/update_weights_from_tensor", body, timeout_s)
-            except TimeoutError:
-                raise EngineLostError(
-                    f"{self.name} did not load policy version {staged.version} within weight_sync.timeout_s"
-                    f" {timeout_s:g} s (log: {self.log})"
-                ) from None
+                async with self._paused():
+                    await change()
+            except UpdateRefusedError:
+                raise
             except RunError as error:
-                if NOTHING_LOADED in str(error):
-                    raise UpdateRefusedError(str(error)) from None
                 raise EngineLostError(str(error)) from None
-        return dataclasses.replace(staged, pause_seconds=time.perf_counter() - start)
+            return time.perf_counter() - start
 
     async def update_weights(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
         """Both halves of an update."""
@@ -154,7 +166,7 @@ class SGLangEngine:
 
     async def weight_checksums(self) -> dict[str, str]:
         request = {"action": "checksum"}
-        answer = await self._post("/weights_checker", request, self._config.weight_sync.timeout_s, retry=True)
+        answer = await self.post("/weights_checker", request, self._config.weight_sync.timeout_s, retry=True)
         ranks = [rank["checksums"] for rank in answer["ranks"]]
         return {on_rank(name, i, len(ranks)): value for i, held in enumerate(ranks) for name, value in held.items()}
 
@@ -176,7 +188,7 @@ class SGLangEngine:
         remote = ray.remote(ServerActor).options(max_concurrency=4, max_restarts=0, **self._actor_options)
         driver = ray.util.get_node_ip_address()
         actor = self._actor = remote.remote(self.name, self._options, self._environment, self.log, driver)
-        self._starts += 1
+        self.starts += 1
         timeout_s = self._config.rollout.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s + CONTROL_TIMEOUT_S):
@@ -199,7 +211,7 @@ class SGLangEngine:
     async def _command(self, action: str) -> dict[str, Any]:
         """Have `weight_loader` do something on all ranks; its report. Raises UpdateRefusedError."""
         try:
-            answer = await self._post("/weights_checker", {"action": action}, CONTROL_TIMEOUT_S, retry=True)
+            answer = await self.post("/weights_checker", {"action": action}, CONTROL_TIMEOUT_S, retry=True)
             return json.loads(answer["message"])
         except EngineLostError:
             raise
@@ -213,31 +225,31 @@ class SGLangEngine:
         Where a load broke off, samples in flight are dropped: no token may come from weights that are no policy.
         """
         mode = self._config.weight_sync.pause_mode
-        await self._post(
+        await self.post(
             "/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"}, CONTROL_TIMEOUT_S
         )
         try:
             if mode == "abort":
-                await self._post("/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
-            await self._post("/begin_weight_update", {}, CONTROL_TIMEOUT_S)
+                await self.post("/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
+            await self.post("/begin_weight_update", {}, CONTROL_TIMEOUT_S)
             try:
                 yield
             finally:
-                await self._post("/end_weight_update", {}, CLEANUP_TIMEOUT_S)
+                await self.post("/end_weight_update", {}, CLEANUP_TIMEOUT_S)
         except BaseException as error:
-            if NOTHING_LOADED not in str(error):
+            if not isinstance(error, UpdateRefusedError):
                 self._broken_loads.append(_one_line(error))
-                await self._post("/abort_request", {"abort_all": True}, CLEANUP_TIMEOUT_S)
+                await self.post("/abort_request", {"abort_all": True}, CLEANUP_TIMEOUT_S)
             raise
         finally:
-            await self._post("/continue_generation", {}, CLEANUP_TIMEOUT_S)
+            await self.post("/continue_generation", {}, CLEANUP_TIMEOUT_S)
 
-    async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float, retry: bool = False) -> Any:
+    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float, retry: bool = False) -> Any:
         """The JSON answer. ``retry`` a request whose connection broke once, if the server lives and it does no harm.
 
         Raises EngineLostError where SGLang is gone, RunError where it refuses the request or does not answer.
         """
-        timeout, starts = aiohttp.ClientTimeout(total=timeout_s), self._starts
+        timeout, starts = aiohttp.ClientTimeout(total=timeout_s), self.starts
         try:
             async with self._http().post(self.url + path, json=body, timeout=timeout) as response:
                 status, text = response.status, await response.text()
@@ -246,7 +258,7 @@ class SGLangEngine:
         except (aiohttp.ClientError, OSError) as error:
             failure = await self._failure_soon(starts)
             if failure is None and retry:
-                return await self._post(path, body, timeout_s)
+                return await self.post(path, body, timeout_s)
             if failure is not None:
                 raise EngineLostError(failure) from None
             raise RunError(f"{self.name} broke off {path}: {_one_line(error)} (log: {self.log})") from None
@@ -255,7 +267,7 @@ class SGLangEngine:
     async def _failure_soon(self, starts: int) -> str | None:
         """Why the server of that start is gone; None if it still runs a second after a connection broke."""
         for _ in range(10):
-            if self._starts > starts:
+            if self.starts > starts:
                 return f"{self.name} was started anew"
             if failure := await self.failure():
                 return failure
@@ -278,6 +290,13 @@ def vocabulary_size(model_dir: Path) -> int:
         raise UserError(f"model.path {model_dir} is no Hugging Face model: {error.strerror}: {path}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} gives no vocab_size: {_one_line(error)}") from None
+
+
+def refusal_or_loss(error: RunError) -> UpdateRefusedError | EngineLostError:
+    """What it means that SGLang did not do what should have changed its weights."""
+    if isinstance(error, EngineLostError):
+        return error
+    return (UpdateRefusedError if NOTHING_LOADED in str(error) else EngineLostError)(str(error))
 
 
 def _one_line(error: BaseException) -> str:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
-import ray
 from remote_processes import on_all, start_ranks
 from tiny import changed, load_model, make_config, weights_of
 
 from rl_tpu.errors import RunError
 from rl_tpu.rollout.checksums import differing, expected_checksums
+from rl_tpu.rollout.delivery import Broadcast
 from rl_tpu.rollout.distributed import BroadcastUpdates
+from rl_tpu.rollout.engine import EngineLostError, UpdateRefusedError, WeightUpdate
 from rl_tpu.rollout.sglang import SGLangEngine
 
 sys.path.append(str(Path(__file__).parents[1] / "weight_sync"))
@@ -29,16 +27,17 @@ def publish(ranks, version: int, weights: dict, how: str = "rows") -> dict:
     return on_all(ranks, ici.publish_tensors, version, weights, how)[0]
 
 
-async def update(engines: list[SGLangEngine], updates: BroadcastUpdates, handle: dict) -> dict[str, str | None]:
-    async with contextlib.AsyncExitStack() as paused:
-        for engine in engines:
-            paused.enter_context(contextlib.suppress(RunError))  # one that is gone cannot go on
-            await paused.enter_async_context(engine._paused())
-        return await updates.update(handle)
+def broadcast(tensor_parallel: int = 1) -> Broadcast:
+    return Broadcast(BroadcastUpdates(tensor_parallel, TIMEOUT_S))
 
 
-def updates_of(engines: list[SGLangEngine], tensor_parallel: int) -> BroadcastUpdates:
-    return BroadcastUpdates({engine.name: engine._post for engine in engines}, tensor_parallel, TIMEOUT_S)
+async def update(engines: list[SGLangEngine], delivery: Broadcast, handle: dict) -> dict[str, RunError | None]:
+    """By engine: why it does not hold the version."""
+    coming = delivery.deliver(engines, handle, handle["version"])
+    outcomes = await asyncio.gather(*coming, return_exceptions=True)
+    errors = [None if isinstance(outcome, WeightUpdate) else outcome for outcome in outcomes]
+    assert all(error is None or isinstance(error, UpdateRefusedError | EngineLostError) for error in errors), errors
+    return {engine.name: error for engine, error in zip(engines, errors, strict=True)}
 
 
 def wrong(run, engine: SGLangEngine, weights: dict, tensor_parallel: int = 1) -> list[str]:
@@ -63,7 +62,7 @@ def senders(tmp_path, run_id):
 
 def test_versions_through_broadcast(engine, senders, run, model_dirs):
     weights = weights_of(load_model(model_dirs["untied"]))
-    updates = updates_of([engine], 1)
+    delivery = broadcast()
     for world_size, options in (
         (1, {}),
         (2, {"bucket_tensors": 3}),
@@ -74,86 +73,53 @@ def test_versions_through_broadcast(engine, senders, run, model_dirs):
         for version in (1, 2):
             weights = changed(weights, seed=10 * world_size + version)
             handle = publish(ranks, version, weights)
-            assert run(update([engine], updates, handle)) == {engine.name: None}
+            assert run(update([engine], delivery, handle)) == {engine.name: None}
             assert wrong(run, engine, weights) == []
 
 
 def test_a_damaged_bucket_is_refused_with_the_tensors_name(engine, senders, run, model_dirs):
     weights = weights_of(load_model(model_dirs["untied"]))
-    updates, ranks = updates_of([engine], 1), senders(1, bucket_tensors=4)
-    assert run(update([engine], updates, publish(ranks, 1, weights))) == {engine.name: None}
+    delivery, ranks = broadcast(), senders(1, bucket_tensors=4)
+    assert run(update([engine], delivery, publish(ranks, 1, weights))) == {engine.name: None}
     newer = changed(weights, seed=1)
     handle = publish(ranks, 2, newer)
     ranks[0].call(ici.flip_a_byte, 2)
-    said = run(update([engine], updates, handle))[engine.name]
+    said = run(update([engine], delivery, handle))[engine.name]
+    assert isinstance(said, UpdateRefusedError)
+    said = str(said)
     assert "version 2: xxh3-128 of 1 tensor(s) differs" in said
     assert any(name in said for name in weights)
     assert "nothing was loaded" in said
     assert wrong(run, engine, weights) == []
-    assert run(update([engine], updates, handle)) == {engine.name: None}
+    assert run(update([engine], delivery, handle)) == {engine.name: None}
     assert wrong(run, engine, newer) == []
 
 
 def test_tensors_that_do_not_fit_are_refused_by_name(engine, senders, run, model_dirs):
     weights = weights_of(load_model(model_dirs["untied"]))
-    updates, ranks = updates_of([engine], 1), senders(1)
-    assert run(update([engine], updates, publish(ranks, 1, weights))) == {engine.name: None}
+    delivery, ranks = broadcast(), senders(1)
+    assert run(update([engine], delivery, publish(ranks, 1, weights))) == {engine.name: None}
     strange = {**changed(weights, 3), "model.layers.0.strange.weight": weights["model.norm.weight"]}
-    said = run(update([engine], updates, publish(ranks, 2, strange)))[engine.name]
-    assert "model.layers.0.strange.weight" in said
+    said = run(update([engine], delivery, publish(ranks, 2, strange)))[engine.name]
+    assert isinstance(said, UpdateRefusedError)
+    assert "model.layers.0.strange.weight" in str(said)
     assert wrong(run, engine, weights) == []
 
 
 def test_a_sender_that_dies_in_mid_broadcast(engine, senders, run, model_dirs):
     weights = weights_of(load_model(model_dirs["untied"]))
-    updates, ranks = updates_of([engine], 1), senders(1, bucket_tensors=4)
-    assert run(update([engine], updates, publish(ranks, 1, weights))) == {engine.name: None}
+    delivery, ranks = broadcast(), senders(1, bucket_tensors=4)
+    assert run(update([engine], delivery, publish(ranks, 1, weights))) == {engine.name: None}
     newer = changed(weights, seed=2)
     handle = publish(ranks, 2, newer)
     ranks[0].call(ici.die_sending, 2)
-    assert run(update([engine], updates, handle))[engine.name] is not None
-    assert wrong(run, engine, weights) == []
-    with pytest.raises(RunError, match="the trainer does not send policy version 2"):
-        run(update([engine], updates, handle))
-    assert run(update([engine], updates, publish(senders(1), 3, newer))) == {engine.name: None}
+    for _ in range(2):
+        said = run(update([engine], delivery, handle))[engine.name]
+        assert isinstance(said, UpdateRefusedError)
+        assert wrong(run, engine, weights) == []
+    assert "the trainer does not send policy version 2" in str(said)
+    assert run(update([engine], delivery, publish(senders(1), 3, newer))) == {engine.name: None}
     assert wrong(run, engine, newer) == []
-
-
-@pytest.mark.slow
-def test_engines_that_die_and_join(fleet, senders, run, model_dirs):
-    """Two engines, one of which is killed in mid-broadcast: the other refuses the version, takes it alone, and both take
-    the next when the dead one is back. The sender stays the same."""
-    weights = weights_of(load_model(model_dirs["tied"]))
-    survivor, victim = fleet.engines
-    updates, ranks = updates_of(fleet.engines, 1), senders(2, bucket_tensors=4)
-    assert run(update(fleet.engines, updates, publish(ranks, 1, weights))) == {"engine 0": None, "engine 1": None}
-    assert wrong(run, survivor, weights) == wrong(run, victim, weights) == []
-
-    newer = changed(weights, seed=1)
-    handle = publish(ranks, 2, newer)
-    ranks[0].call(ici.send_slowly, 0.3)
-    actor = ray.get(victim._actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
-
-    async def kill_in_mid_broadcast():
-        outcome = asyncio.create_task(update(fleet.engines, updates, handle))
-        await asyncio.sleep(0.8)
-        os.kill(actor, signal.SIGKILL)
-        return await outcome
-
-    said = run(kill_in_mid_broadcast())
-    assert "its Ray actor died" in said[victim.name]
-    assert said[survivor.name] is not None
-    assert wrong(run, survivor, weights) == []
-
-    del updates.engines[victim.name]
-    assert run(update([survivor], updates, handle)) == {survivor.name: None}
-    assert wrong(run, survivor, newer) == []
-
-    run(victim.restart())
-    updates.engines[victim.name] = victim._post
-    newest = changed(newer, seed=2)
-    assert run(update(fleet.engines, updates, publish(ranks, 3, newest))) == {"engine 0": None, "engine 1": None}
-    assert wrong(run, survivor, newest) == wrong(run, victim, newest) == []
 
 
 def test_an_engine_of_two_ranks(local_ray, senders, run, model_dirs, tmp_path):
@@ -162,10 +128,10 @@ def test_an_engine_of_two_ranks(local_ray, senders, run, model_dirs, tmp_path):
     engine = run(SGLangEngine.start(config, model_dir, tmp_path, 0, {"num_cpus": 0}))
     try:
         weights = weights_of(load_model(model_dir))
-        updates, ranks = updates_of([engine], 2), senders(2, bucket_tensors=5)
+        delivery, ranks = broadcast(2), senders(2, bucket_tensors=5)
         for version, how in enumerate(("rows", "columns")):
             weights = changed(weights, seed=version)
-            assert run(update([engine], updates, publish(ranks, version, weights, how))) == {engine.name: None}
+            assert run(update([engine], delivery, publish(ranks, version, weights, how))) == {engine.name: None}
             assert wrong(run, engine, weights, 2) == []
     finally:
         run(engine.close())
