@@ -32,17 +32,6 @@ def xxh3_128(data: torch.Tensor | bytes) -> str:
     return xxhash.xxh3_128(data.numpy() if isinstance(data, torch.Tensor) else data).hexdigest()
 
 
-def share_out(entries: Iterable[TensorEntry], parts: int) -> list[list[TensorEntry]]:
-    """Parts of about equal bytes, the same in every process: largest first, each to the part with the least so far."""
-    shares: list[list[TensorEntry]] = [[] for _ in range(parts)]
-    load = [0] * parts
-    for entry in sorted(entries, key=lambda entry: -entry.nbytes):
-        part = load.index(min(load))
-        shares[part].append(entry)
-        load[part] += entry.nbytes
-    return shares
-
-
 def hash_entries(data: torch.Tensor, entries: Iterable[TensorEntry], threads: int) -> dict[str, str]:
     """Hash of each entry's bytes in ``data`` [bytes] uint8, by name; the largest first so that threads end together."""
     entries = sorted(entries, key=lambda entry: -entry.nbytes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,8 +15,9 @@ ALIGNMENT_BYTES = 256
 """Every tensor starts at a multiple of this: enough for any dtype, vector load and DMA engine."""
 
 
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def aligned(nbytes: int, to: int = ALIGNMENT_BYTES) -> int:
+    """The next multiple of ``to``."""
+    return -(-nbytes // to) * to
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -74,6 +75,11 @@ class Manifest:
             entries.append(TensorEntry(name, dtype_name(dtype), tuple(shape), offset, nbytes))
             offset += aligned(nbytes)
         return cls(version, tuple(entries), offset)
+
+    def with_hashes(self, hashes: Mapping[str, str]) -> Manifest:
+        """The same with these hashes, by name; tensors without one there have none."""
+        tensors = tuple(replace(entry, xxh3_128=hashes.get(entry.name)) for entry in self.tensors)
+        return replace(self, tensors=tensors)
 
     def diff(self, newer: Manifest) -> ManifestDiff:
         """What ``newer`` changed, left alone, added and lost, compared with this version."""

@@ -51,7 +51,7 @@ def plan_transfers(
             taken[region.name].append(region)
             missing = _subtract(missing, [have for have, ranks in of_tensor.items() if local in ranks])
             for have, ranks in of_tensor.items():
-                pieces += [(destination, part, ranks) for rest in missing if (part := intersection(rest, have)).size]
+                pieces += [(destination, part, ranks) for rest in missing if (part := _intersection(rest, have)).size]
                 missing = _subtract(missing, [have])
             if missing:
                 raise CoverageError(
@@ -69,7 +69,7 @@ def plan_transfers(
     return [Transfer(rank, destination, part) for rank, (destination, part, _) in zip(source, pieces, strict=True)]
 
 
-def intersection(one: Region, other: Region) -> Region:
+def _intersection(one: Region, other: Region) -> Region:
     """The elements of ``one`` that lie in ``other`` too, possibly none."""
     spans = list(zip(one.offsets, one.shape, other.offsets, other.shape, strict=True))
     starts = tuple(max(a, b) for a, _, b, _ in spans)
@@ -87,22 +87,16 @@ def _subtract(regions: list[Region], others: Sequence[Region]) -> list[Region]:
 
 def _without(region: Region, other: Region) -> list[Region]:
     """``region`` minus ``other``: per dimension, what lies before and after the part that both have."""
-    common = intersection(region, other)
+    common = _intersection(region, other)
     if not common.size:
         return [region]
     parts, rest = [], region
     for dim in range(len(region.shape)):
         start, end = rest.offsets[dim], rest.offsets[dim] + rest.shape[dim]
         low, high = common.offsets[dim], common.offsets[dim] + common.shape[dim]
-        parts += [_narrow(rest, dim, a, b) for a, b in ((start, low), (high, end)) if a < b]
-        rest = _narrow(rest, dim, low, high)
+        parts += [rest.narrow(dim, a, b) for a, b in ((start, low), (high, end)) if a < b]
+        rest = rest.narrow(dim, low, high)
     return parts
-
-
-def _narrow(region: Region, dim: int, start: int, end: int) -> Region:
-    offsets, shape = list(region.offsets), list(region.shape)
-    offsets[dim], shape[dim] = start, end - start
-    return replace(region, offsets=tuple(offsets), shape=tuple(shape))
 
 
 def _check_agreement(region: Region, of_tensor: Mapping[Region, list[int]], destination: int) -> None:

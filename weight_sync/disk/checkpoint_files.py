@@ -7,6 +7,7 @@ here, so that the bytes can be streamed to any place.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 
 from weight_sync.errors import WeightSyncError
 from weight_sync.manifest import TensorEntry, aligned
+from weight_sync.portions import batches
 
 INDEX_FILE = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {
@@ -53,24 +55,16 @@ def plan_files(owned: Sequence[Sequence[TensorEntry]], file_bytes: int) -> list[
 
     Tensors of wide dtypes come first, so that each starts at a multiple of its dtype's size and can be used in place.
     """
-    groups: list[list[list[TensorEntry]]] = []
-    for entries in owned:
-        files: list[list[TensorEntry]] = []
-        filled = 0
-        for entry in sorted(entries, key=lambda entry: -entry.torch_dtype.itemsize):
-            if not files or filled + entry.nbytes > file_bytes:
-                files.append([])
-                filled = 0
-            files[-1].append(entry)
-            filled += entry.nbytes
-        groups.append(files)
-    count, number, plans = sum(map(len, groups)), 0, []
-    for files in groups:
-        plans.append([])
-        for entries in files:
-            number += 1
-            plans[-1].append(FilePlan(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(entries)))
-    return plans
+
+    def widest_first(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+        return sorted(entries, key=lambda entry: -entry.torch_dtype.itemsize)
+
+    groups = [list(batches(widest_first(entries), file_bytes)) for entries in owned]
+    count, numbers = sum(map(len, groups)), itertools.count(1)
+    return [
+        [FilePlan(f"model-{next(numbers):05d}-of-{count:05d}.safetensors", tuple(entries)) for entries in files]
+        for files in groups
+    ]
 
 
 def safetensors_header(entries: Sequence[TensorEntry]) -> bytes:

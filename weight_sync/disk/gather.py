@@ -29,7 +29,7 @@ class Ownership:
     """The (holder, region) that make up a tensor, by name; replicas are left out."""
 
 
-def share_out(regions: Sequence[Sequence[Region]], entries: Sequence[TensorEntry]) -> Ownership:
+def assign_owners(regions: Sequence[Sequence[Region]], entries: Sequence[TensorEntry]) -> Ownership:
     """Owners of about equal bytes for the tensors that the ranks' ``regions`` (outer: ranks) make up.
 
     A tensor goes, largest first, to the rank with the least to write and receive; the same on every rank.
@@ -54,19 +54,6 @@ def share_out(regions: Sequence[Sequence[Region]], entries: Sequence[TensorEntry
             pieces[entry.name].append((holder, region))
     owned = [[entry for entry in entries if owner[entry.name] == rank] for rank in ranks]
     return Ownership(owned, pieces)
-
-
-def cut_buckets(entries: Sequence[TensorEntry], bucket_bytes: int) -> list[list[TensorEntry]]:
-    """Consecutive tensors of ``bucket_bytes`` together at most; a larger tensor is a bucket of its own."""
-    buckets: list[list[TensorEntry]] = []
-    filled = 0
-    for entry in entries:
-        if not buckets or filled + aligned(entry.nbytes) > bucket_bytes:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(entry)
-        filled += aligned(entry.nbytes)
-    return buckets
 
 
 @dataclass
@@ -174,6 +161,4 @@ def _parts(message: torch.Tensor, regions: list[Region]) -> Iterator[tuple[Regio
 
 def _select(whole: torch.Tensor, region: Region) -> torch.Tensor:
     """A region of a tensor that is given as bytes."""
-    tensor = whole.view(region.dtype).view(region.global_shape)
-    spans = zip(region.offsets, region.shape, strict=True)
-    return tensor[tuple(slice(start, start + extent) for start, extent in spans)]
+    return whole.view(region.dtype).view(region.global_shape)[region.slices]

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 
 from weight_sync.disk.checkpoint_files import INDEX_FILE, FilePlan, companion_files, index_json, plan_files
-from weight_sync.disk.gather import Gatherer, Ownership, cut_buckets, share_out
+from weight_sync.disk.gather import Gatherer, Ownership, assign_owners
 from weight_sync.disk.storage import open_store
 from weight_sync.disk.versions import LATEST_FILE, History, Link, Record, directory_name
 from weight_sync.disk.writer import VersionWriter, Written
 from weight_sync.errors import StaleHandleError, WeightSyncError
 from weight_sync.hashing import default_threads, xxh3_128
-from weight_sync.manifest import Manifest, TensorEntry
-from weight_sync.sender import Ranks, Region, make_layout
+from weight_sync.manifest import Manifest, TensorEntry, aligned
+from weight_sync.portions import batches
+from weight_sync.sender import Ranks, Region, agree, make_layout
 from weight_sync.shard import Shard
 from weight_sync.transport import Handle, Sender
 
@@ -150,27 +151,20 @@ class DiskSender(Sender):
 
     def _agree(self, version: int, shards: Iterable[Shard]) -> dict[Region, Shard]:
         """Collective: this rank's shards by region, once there is a plan for all ranks' shards."""
-        mine: list[Shard] = []
-
-        def describe() -> tuple[int, str]:
-            mine.extend(shards)
-            return version, xxh3_128(repr([Region.of(shard) for shard in mine]).encode())
-
-        said = self._ranks.exchange(describe)
-        if len({version for version, _ in said}) > 1:
-            raise WeightSyncError(f"the ranks publish different versions: {[version for version, _ in said]}")
-        digests = [digest for _, digest in said]
-        if self._plan is None or self._plan.digests != digests:
-            regions = self._ranks.exchange(lambda: [Region.of(shard) for shard in mine])
-            self._plan = self._make_plan(digests, regions)
+        agreed = agree(self._ranks, version, shards)
+        if self._plan is None or self._plan.digests != agreed.digests:
+            regions = self._ranks.exchange(lambda: agreed.regions)
+            self._plan = self._make_plan(agreed.digests, regions)
             self._chain, self._previous = [], {}
-        return {Region.of(shard): shard for shard in mine}
+        return agreed.shards
 
     def _make_plan(self, digests: list[str], regions: list[list[Region]]) -> _Plan:
         layout = make_layout(regions).manifest
-        ownership = share_out(regions, layout.tensors)
+        ownership = assign_owners(regions, layout.tensors)
         files = plan_files(ownership.owned, self._file_bytes)
-        buckets = [[b for file in own for b in cut_buckets(file.entries, self._bucket_bytes)] for own in files]
+        buckets = [
+            [b for file in own for b in batches(file.entries, self._bucket_bytes, size=aligned)] for own in files
+        ]
         count = max(map(len, buckets))
         rounds = [[own[number] if number < len(own) else [] for own in buckets] for number in range(count)]
         return _Plan(digests, layout, ownership, files, rounds)
@@ -220,8 +214,7 @@ class DiskSender(Sender):
         for part in parts:
             hashes |= part.hashes
             files |= part.files
-        tensors = tuple(dataclasses.replace(e, xxh3_128=hashes.get(e.name)) for e in self._plan.layout.tensors)
-        manifest = dataclasses.replace(self._plan.layout, version=version, tensors=tensors)
+        manifest = dataclasses.replace(self._plan.layout, version=version).with_hashes(hashes)
         return Record(self._run_id, number, manifest, chain, files)
 
     def _commit(self, directory: str, record: Record, text: bytes) -> None:

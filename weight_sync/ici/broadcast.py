@@ -8,17 +8,17 @@ hashes. All sender ranks gather bucket i+1 on rank 0 while bucket i is being sen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weight_sync.ici.buckets import Bucket, FlatRegions, Staging, itemsize_order, receive_buckets, send_buckets
+from weight_sync.ici.buckets import Bucket, FlatRegions, Staging, receive_buckets, send_buckets
 from weight_sync.ici.links import Group
 from weight_sync.ici.publication import Publication
 from weight_sync.manifest import dtype_name
 from weight_sync.plan import plan_transfers
+from weight_sync.portions import batches
 from weight_sync.sender import Region
 
 TRAILER = "weight_sync.trailer"
@@ -48,7 +48,8 @@ class Message:
 def messages(publication: Publication) -> list[Message]:
     """What is broadcast of a version, the same wherever it is computed."""
     hashes = {entry.name: entry.xxh3_128 for entry in publication.manifest.tensors}
-    buckets = list(_whole_tensors(publication))
+    limits = publication.bucket_bytes, publication.bucket_tensors
+    buckets = [_widest_first(batch) for batch in batches(publication.whole(), *limits)]
 
     def trailer(number: int, regions: list[Region]) -> bytes:
         fields: dict[str, Any] = {
@@ -62,16 +63,9 @@ def messages(publication: Publication) -> list[Message]:
     return [Message(regions, trailer(number, regions)) for number, regions in enumerate(buckets)]
 
 
-def _whole_tensors(publication: Publication) -> Iterator[list[Region]]:
-    bucket: list[Region] = []
-    for region in publication.whole():
-        full = sum(held.nbytes for held in bucket) + region.nbytes > publication.bucket_bytes
-        if bucket and (full or len(bucket) == publication.bucket_tensors):
-            yield itemsize_order(bucket)
-            bucket = []
-        bucket.append(region)
-    if bucket:
-        yield itemsize_order(bucket)
+def _widest_first(regions: list[Region]) -> list[Region]:
+    """So ordered, regions without gaps between them all lie at multiples of their dtype's size."""
+    return sorted(regions, key=lambda region: -region.dtype.itemsize)
 
 
 def send_broadcast(

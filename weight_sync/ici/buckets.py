@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from weight_sync.ici.links import Group
-from weight_sync.manifest import ALIGNMENT_BYTES
+from weight_sync.manifest import ALIGNMENT_BYTES, aligned
+from weight_sync.portions import batches
 from weight_sync.sender import Region
 
 WINDOW = 2
@@ -29,7 +30,7 @@ class FlatRegions:
         for region in regions:
             self._offsets[region] = self.nbytes
             self._of_tensor[region.name].append(region)
-            self.nbytes += -(-region.nbytes // alignment_bytes) * alignment_bytes
+            self.nbytes += aligned(region.nbytes, alignment_bytes)
         self.data: torch.Tensor | None = None
         """[nbytes] uint8, after `allocate`."""
 
@@ -76,7 +77,7 @@ class Bucket:
     def of(cls, parts: Sequence[Region]) -> Bucket:
         offsets, end = [], 0
         for part in parts:
-            offsets.append(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+            offsets.append(aligned(end))
             end = offsets[-1] + part.nbytes
         return cls(tuple(parts), tuple(offsets), end)
 
@@ -89,26 +90,11 @@ class Bucket:
 def cut_buckets(parts: Iterable[Region], bucket_bytes: int, bucket_tensors: int | None = None) -> list[Bucket]:
     """Buckets of consecutive parts, none above ``bucket_bytes`` or ``bucket_tensors``; larger parts are cut up first."""
     buckets: list[Bucket] = []
-    gathered: list[Region] = []
-    size = 0
-
-    def flush() -> None:
-        nonlocal size
-        if gathered:
-            buckets.append(Bucket.of(gathered))
-        gathered.clear()
-        size = 0
-
-    for part in parts:
-        if part.nbytes > bucket_bytes:
-            flush()
-            buckets += [Bucket.of([piece]) for piece in _cut_up(part, bucket_bytes)]
-            continue
-        if size + part.nbytes > bucket_bytes or len(gathered) == bucket_tensors:
-            flush()
-        gathered.append(part)
-        size += -(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    flush()
+    for batch in batches(parts, bucket_bytes, bucket_tensors, aligned):
+        if batch[0].nbytes > bucket_bytes:
+            buckets += [Bucket.of([piece]) for piece in _cut_up(batch[0], bucket_bytes)]
+        else:
+            buckets.append(Bucket.of(batch))
     return buckets
 
 
@@ -120,10 +106,9 @@ def _cut_up(part: Region, nbytes: int) -> Iterator[Region]:
         return
     row = part.nbytes // part.shape[dim]
     rows = max(1, nbytes // row)
-    for start in range(0, part.shape[dim], rows):
-        offsets, shape = list(part.offsets), list(part.shape)
-        offsets[dim], shape[dim] = offsets[dim] + start, min(rows, part.shape[dim] - start)
-        yield from _cut_up(replace(part, offsets=tuple(offsets), shape=tuple(shape)), nbytes)
+    first, end = part.offsets[dim], part.offsets[dim] + part.shape[dim]
+    for start in range(first, end, rows):
+        yield from _cut_up(part.narrow(dim, start, min(start + rows, end)), nbytes)
 
 
 class Staging:
@@ -211,8 +196,3 @@ def receive_buckets(
         flying.append((peer, bucket, group.receive(message, peer), message, buffer))
     while flying:
         finish()
-
-
-def itemsize_order(regions: Iterable[Region]) -> list[Region]:
-    """So ordered, regions without gaps between them all lie at multiples of their dtype's size."""
-    return sorted(regions, key=lambda region: -region.dtype.itemsize)

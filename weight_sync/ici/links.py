@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig, _DistributedBackendOptions
 
+from weight_sync.deadlines import within
 from weight_sync.errors import WeightSyncError
 
+Result = TypeVar("Result")
 POLL_S = 0.005
 """Between two looks at the store. (Its own wait writes a warning to stderr whenever it times out.)"""
 PROBE_S = 5.0
@@ -27,10 +29,14 @@ PROBE_S = 5.0
 
 
 class Store:
-    """Small JSON values by key, served by sender rank 0. Every operation has a deadline."""
+    """Small JSON values by key, served by sender rank 0. Every operation raises RuntimeError if that is gone, and
+    TimeoutError if it does not answer; a TCPStore alone would wait for ever for a process that is frozen or cut off.
 
-    def __init__(self, store: dist.TCPStore, address: tuple[str, int]):
-        self._store = store
+    timeout_s  of an operation; None: it waits, as in the process that serves the store
+    """
+
+    def __init__(self, store: dist.TCPStore, address: tuple[str, int], timeout_s: float | None = None):
+        self._store, self._timeout_s = store, timeout_s
         self.address = address
 
     @classmethod
@@ -42,53 +48,58 @@ class Store:
         return cls(store, (host, store.port))
 
     @classmethod
-    def connect(cls, address: Sequence, timeout_s: float) -> Store:
-        """Raises ConnectionError if nobody serves it."""
+    def connect(cls, address: Sequence, timeout_s: float, patient: bool = False) -> Store:
+        """Raises ConnectionError if nobody serves it. With ``patient`` only this has a deadline, not what follows."""
         host, port = address
+        timeout = timedelta(seconds=timeout_s)
         try:
             socket.create_connection((host, port), min(timeout_s, PROBE_S)).close()  # TCPStore would go on trying
-            store = dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            store = within(
+                timeout_s, lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
             )
         except (OSError, RuntimeError) as error:
             raise ConnectionError(one_line(error)) from error
-        return cls(store, (host, port))
+        return cls(store, (host, port), None if patient else timeout_s)
 
     def put(self, key: str, value: Any) -> None:
-        self._store.set(key, json.dumps(value, separators=(",", ":")))
+        self._ask(lambda: self._store.set(key, json.dumps(value, separators=(",", ":"))))
 
     def put_bytes(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
+        self._ask(lambda: self._store.set(key, value))
 
     def get_bytes(self, key: str) -> bytes | None:
-        return self._store.get(key) if self._store.check([key]) else None
+        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
 
     def get(self, key: str) -> Any:
         """The value, or None."""
         value = self.get_bytes(key)
         return None if value is None else json.loads(value)
 
-    def take(self, key: str, timeout_s: float) -> Any:
-        """Wait for the value and remove it. Raises TimeoutError."""
-        value = self.wait(key, timeout_s)
-        self.delete(key)
-        return value
-
-    def wait(self, key: str, timeout_s: float) -> Any:
-        """Wait for the value. Raises TimeoutError."""
+    def take(self, key: str, timeout_s: float, readers: int = 1) -> Any:
+        """Wait for the value; the last of the readers removes it. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while (value := self.get(key)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {key} within {timeout_s:g} s")
             time.sleep(POLL_S)
+        self.let_go(key, readers)
         return value
+
+    def let_go(self, key: str, readers: int) -> None:
+        """Called by each of the readers of a value: the last removes it."""
+        if readers == 1 or self.count(f"{key}/read") == readers:
+            self.delete(key)
+            self.delete(f"{key}/read")
 
     def count(self, key: str, more: int = 1) -> int:
         """Add to a counter; its new value."""
-        return self._store.add(key, more)
+        return self._ask(lambda: self._store.add(key, more))
 
     def delete(self, key: str) -> None:
-        self._store.delete_key(key)
+        self._ask(lambda: self._store.delete_key(key))
+
+    def _ask(self, work: Callable[[], Result]) -> Result:
+        return work() if self._timeout_s is None else within(self._timeout_s, work)
 
 
 class Group:

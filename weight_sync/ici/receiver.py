@@ -66,6 +66,7 @@ class IciReceiver(Receiver):
                       sent it, a whole tensor against that in the manifest
     device            where received tensors lie (default: the kind of device that the sender has its own on)
     timeout_s         deadline of every wait for another rank; waiting for other receivers' turns may take twice that
+    threads           for hashing; default: the cores, at most 8
 
     Tensors lie in memory that the next ``receive`` reuses.
     """
@@ -154,7 +155,7 @@ class IciReceiver(Receiver):
                 self.close()
                 self._store = Store.connect(address, self._timeout_s)
             publication = read_publication(self._store, handle)
-        except (RuntimeError, ConnectionError) as error:
+        except (RuntimeError, ConnectionError, TimeoutError) as error:
             self.close()
             raise StaleHandleError(
                 f"version {handle['version']}: the sender at {address[0]}:{address[1]} is gone: {one_line(error)}"
@@ -165,7 +166,8 @@ class IciReceiver(Receiver):
 
     def _request(self, handle: Handle, wants: Wants) -> dict[str, Any]:
         """Ask the sender for the version, rank 0 for the whole set; the request as all ranks of the set know it."""
-        mine = {"link": self._link, "sequence": handle["sequence"], "wants": wants}
+        digests = self._verify and wants is not None
+        mine = {"link": self._link, "sequence": handle["sequence"], "wants": wants, "digests": digests}
         if self._rank != 0:
             mine["nonce"] = secrets.token_hex(8)
             self._store.put(f"set/{self._name}/{self._rank}", mine)
@@ -182,6 +184,7 @@ class IciReceiver(Receiver):
             "sequence": handle["sequence"],
             "receivers": self._world_size,
             "wants": [rank["wants"] for rank in everyone],
+            "digests": [rank["digests"] for rank in everyone],
         }
         links = {rank["link"] for rank in everyone}
         request["new"] = len(links) > 1 or None in links
@@ -198,8 +201,7 @@ class IciReceiver(Receiver):
     def _join(self, request: dict[str, Any], publication: Publication) -> Group:
         """The link's group, once the sender has come to this request."""
         self._number = request["number"]
-        wait = self._store.take if self._world_size == 1 else self._store.wait
-        answer = wait(f"answer/{request['number']}", 2 * self._timeout_s)
+        answer = self._store.take(f"answer/{request['number']}", 2 * self._timeout_s, readers=self._world_size)
         if answer.get("stale"):
             raise StaleHandleError(answer["error"])
         if "error" in answer:

@@ -18,7 +18,7 @@ from weight_sync.ici.publication import Publication, publication_key, whole_regi
 from weight_sync.ici.serving import LinkServer
 from weight_sync.ici.sharded_hashes import ShardedHashes
 from weight_sync.manifest import Manifest
-from weight_sync.sender import Layout, Ranks, Region, make_layout
+from weight_sync.sender import Layout, Ranks, Region, agree, make_layout
 from weight_sync.shard import Shard
 from weight_sync.transport import Handle, Sender
 
@@ -68,7 +68,7 @@ class IciSender(Sender):
         self._store: Store | None = None
         self._server: LinkServer | None = None
         self._group: Group | None = None
-        self._regions: list[str] = []
+        self._digests: list[str] = []  # by rank: of the regions the layout was made from
         self._layout: Layout | None = None
         self._slots: list[FlatRegions] = []
         self._hasher: ShardedHashes | None = None
@@ -112,7 +112,7 @@ class IciSender(Sender):
         if self._server is not None:
             self._server.close()
         self._server = self._store = self._group = self._layout = self._hasher = None
-        self._regions, self._slots = [], []
+        self._digests, self._slots = [], []
 
     def _connect(self) -> None:
         """Collective, the first time: rank 0's store, a group for the bytes between ranks, and the serving threads."""
@@ -143,27 +143,16 @@ class IciSender(Sender):
 
     def _agree(self, version: int, shards: Iterable[Shard]) -> dict[Region, Shard]:
         """Collective: this rank's shards by region, once the oldest snapshot is free for all ranks' shards."""
-        mine: list[Shard] = []
         oldest = self._sequence - SLOTS
-
-        def describe() -> tuple[int, int, str, int]:
-            mine.extend(shards)
-            regions = repr([Region.of(shard) for shard in mine])
-            return version, self._sequence, xxh3_128(regions.encode()), self._server.withdraw(oldest)
-
-        said = self._ranks.exchange(describe)
-        if len({(version, sequence) for version, sequence, _, _ in said}) > 1:
-            raise WeightSyncError(f"the ranks publish different versions: {[version for version, *_ in said]}")
-        last_job = said[0][3]
-        self._ranks.exchange(lambda: self._server.forget(oldest, last_job))
+        agreed = agree(self._ranks, version, shards, self._sequence, lambda: self._server.withdraw(oldest))
+        self._ranks.exchange(lambda: self._server.forget(oldest, last_job=agreed.notes[0]))
         if self._ranks.rank == 0:
             self._store.delete(publication_key(oldest))
-        regions = [digest for _, _, digest, _ in said]
-        if regions != self._regions or not self._slots:
-            everyones = self._ranks.exchange(lambda: [Region.of(shard) for shard in mine])
-            self._ranks.exchange(lambda: self._allocate(make_layout(everyones)))
-            self._regions = regions
-        return {Region.of(shard): shard for shard in mine}
+        if agreed.digests != self._digests or not self._slots:
+            regions = self._ranks.exchange(lambda: agreed.regions)
+            self._ranks.exchange(lambda: self._allocate(make_layout(regions)))
+            self._digests = agreed.digests
+        return agreed.shards
 
     def _allocate(self, layout: Layout) -> None:
         """Snapshots for this rank's share of the layout, in the manifest's order, which receivers' memory has too."""
@@ -198,8 +187,7 @@ class IciSender(Sender):
         hashes: dict[str, str] = {}
         for part in self._ranks.exchange(hash_share):
             hashes |= part
-        tensors = tuple(dataclasses.replace(entry, xxh3_128=hashes[entry.name]) for entry in manifest.tensors)
-        return dataclasses.replace(manifest, tensors=tensors)
+        return manifest.with_hashes(hashes)
 
     def _offer(self, manifest: Manifest, flat: FlatRegions) -> str | None:
         """Let receivers have the version; on rank 0, the hash of what they find in the store about it."""

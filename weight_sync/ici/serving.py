@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,7 @@ class LinkServer:
     _done: int = 0
 
     def __post_init__(self) -> None:
-        self._store = Store.connect(self.address, self.timeout_s)
+        self._store = Store.connect(self.address, self.timeout_s, patient=True)  # a run that was suspended goes on
         self._staging = Staging(self.device)
         self._thread = threading.Thread(target=self._run, name="weight_sync links", daemon=True)
         self._thread.start()
@@ -116,7 +116,7 @@ class LinkServer:
         finally:
             self._links.clear()
 
-    def _requests(self):
+    def _requests(self) -> Iterator[tuple[int, dict[str, Any], Publication]]:
         """Rank 0: (job number, request, version) of every request that can be served."""
         job = 0
         for number in self._numbers("requests"):
@@ -137,19 +137,17 @@ class LinkServer:
                 self._store.put(f"job/{job}", request)
             yield job, request, publication
 
-    def _passed_on(self):
+    def _passed_on(self) -> Iterator[tuple[int, dict[str, Any], Publication]]:
         """Other ranks: the same."""
         number = 1
         while (job := self._poll(f"job/{number}")) is not None:
-            if self._store.count(f"job/{number}/read") == self.world_size - 1:
-                self._store.delete(f"job/{number}")
-                self._store.delete(f"job/{number}/read")
+            self._store.let_go(f"job/{number}", readers=self.world_size - 1)
             with self._lock:
                 publication = self._publications[job["sequence"]]
             yield number, job, publication
             number += 1
 
-    def _numbers(self, counter: str):
+    def _numbers(self, counter: str) -> Iterator[int]:
         """1, 2, 3, ... as far as the counter has come."""
         number = 0
         while not self._stopping.wait(POLL_S):
@@ -233,7 +231,7 @@ class LinkServer:
         digests: dict[int, list[str]] = {peer: [] for peer in buckets}
 
         def digest(peer: int, bucket: Bucket, message: torch.Tensor) -> None:
-            if job["wants"][peer - self.world_size] is not None:
+            if job["digests"][peer - self.world_size]:
                 digests[peer] += [xxh3_128(piece.cpu()) for _, piece in bucket.pieces(message)]
 
         send_buckets(link.group, buckets, publication.flat, self._staging, digest)

@@ -11,6 +11,7 @@ from weight_sync.hashing import in_threads, xxh3_128
 from weight_sync.ici.buckets import FlatRegions, Staging, cut_buckets, receive_buckets, send_buckets
 from weight_sync.ici.links import Group
 from weight_sync.plan import plan_transfers
+from weight_sync.portions import share_out
 from weight_sync.sender import Region
 
 
@@ -33,7 +34,7 @@ class ShardedHashes:
         bucket_bytes: int,
         bucket_tensors: int | None,
     ):
-        whole, gathered = share_out(held, tensors)
+        whole, gathered = _assign(held, tensors)
         self._rank, self._whole = rank, whole[rank]
         self._gathered = gathered[rank]
         self._flat = FlatRegions(self._gathered)
@@ -78,23 +79,16 @@ class ShardedHashes:
         return {region.name: value for (region, _), value in zip(todo, in_threads(digest, todo, threads), strict=True)}
 
 
-def share_out(
+def _assign(
     held: Sequence[Sequence[Region]], tensors: Sequence[Region]
 ) -> tuple[list[list[Region]], list[list[Region]]]:
     """By rank: the tensors it holds whole, and those it gathers, shared out by bytes, the largest first."""
     holder = {region: rank for rank, regions in enumerate(held) for region in regions}
     whole: list[list[Region]] = [[] for _ in held]
-    gathered: list[list[Region]] = [[] for _ in held]
-    load = [0] * len(held)
+    in_parts = []
     for region in tensors:
-        if not region.size:
-            whole[0].append(region)
-        elif region in holder:
-            whole[holder[region]].append(region)
-            load[holder[region]] += region.nbytes
-    for region in sorted(tensors, key=lambda region: -region.nbytes):
-        if region.size and region not in holder:
-            rank = load.index(min(load))
-            gathered[rank].append(region)
-            load[rank] += region.nbytes
-    return whole, gathered
+        if region in holder or not region.size:
+            whole[holder.get(region, 0)].append(region)
+        else:
+            in_parts.append(region)
+    return whole, share_out(in_parts, [sum(region.nbytes for region in of_rank) for of_rank in whole])

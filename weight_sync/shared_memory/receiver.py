@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncError
-from weight_sync.hashing import default_threads, share_out, xxh3_128
+from weight_sync.hashing import default_threads, xxh3_128
 from weight_sync.manifest import Manifest
+from weight_sync.portions import share_out
 from weight_sync.receiver import view_tensors, wrong_tensors
 from weight_sync.shared_memory.segments import Segment
 from weight_sync.transport import Handle, Received, Receiver
@@ -84,7 +85,7 @@ class SharedMemoryReceiver(Receiver):
 
     def _check_hashes(self, segment: Segment, manifest: Manifest, check: Callable[[], None]) -> None:
         index, count = self._share
-        wrong = wrong_tensors(segment.data, share_out(manifest.tensors, count)[index], self._threads)
+        wrong = wrong_tensors(segment.data, share_out(manifest.tensors, [0] * count)[index], self._threads)
         if wrong:
             # Pages this process wrote to in place (a model's loader may) do not follow the sender: look past them.
             segment.forget_private_pages()

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from weight_sync.errors import WeightSyncError
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
-from weight_sync.manifest import Manifest
+from weight_sync.manifest import Manifest, aligned
 from weight_sync.receiver import view_tensors
-from weight_sync.sender import Layout, Ranks, Region, hash_together, make_layout
+from weight_sync.sender import Layout, Ranks, Region, agree, hash_together, make_layout
 from weight_sync.shard import Shard
 from weight_sync.shared_memory.copying import Copy, bytes_of, copy_tensors
 from weight_sync.shared_memory.segments import (
@@ -67,8 +67,6 @@ class SharedMemorySender(Sender):
         self._targets: list[dict[Region, torch.Tensor]] = []  # by slot: where this rank writes, largest first
         self._layout: Layout | None = None
         self._digests: list[str] = []  # by rank: of the regions the layout was made from
-        self._regions: list[Region] = []
-        self._digest = ""  # of this rank's regions
         self._hashed_ahead: dict[Region, str] = {}
         self._sequence = 0
         self._next_slot = 0
@@ -133,24 +131,14 @@ class SharedMemorySender(Sender):
 
     def _agree(self, version: int, shards: Iterable[Shard]) -> dict[Region, Shard]:
         """Collective: this rank's shards by region, once segments laid out for all ranks' shards are there."""
-        mine: list[Shard] = []
-
-        def describe() -> tuple[int, int, str, bool]:
-            mine.extend(shards)
-            regions = [Region.of(shard) for shard in mine]
-            if regions != self._regions:
-                self._regions, self._digest = regions, xxh3_128(repr(regions).encode())
-            there = all(segment.path.exists() for segment in self._segments)  # not if somebody cleaned up
-            return version, self._sequence, self._digest, there
-
-        said = self._ranks.exchange(describe)
-        versions, sequences, digests, there = (list(column) for column in zip(*said, strict=True))
-        if len(set(versions)) > 1 or len(set(sequences)) > 1:
-            raise WeightSyncError(f"the ranks publish different versions: {versions}")
-        if digests != self._digests or not all(there):
-            self._allocate(make_layout(self._ranks.exchange(lambda: self._regions)))
-            self._digests = digests
-        return dict(zip(self._regions, mine, strict=True))
+        # The files are gone if somebody cleaned up.
+        agreed = agree(
+            self._ranks, version, shards, self._sequence, lambda: all(s.path.exists() for s in self._segments)
+        )
+        if agreed.digests != self._digests or not all(agreed.notes):
+            self._allocate(make_layout(self._ranks.exchange(lambda: agreed.regions)))
+            self._digests = agreed.digests
+        return agreed.shards
 
     def _allocate(self, layout: Layout) -> None:
         """Collective: segments for the layout, with every page that this rank will write touched."""
@@ -172,7 +160,9 @@ class SharedMemorySender(Sender):
                 self._segments = [Segment.share(path) for path in paths]
             for segment in self._segments:
                 tensors = view_tensors(segment.data, layout.manifest)
-                self._targets.append({region: _select(tensors, region) for region in layout.writes[self._ranks.rank]})
+                self._targets.append(
+                    {region: tensors[region.name][region.slices] for region in layout.writes[self._ranks.rank]}
+                )
                 in_threads(torch.Tensor.zero_, self._targets[-1].values(), self._threads)
 
         try:
@@ -212,9 +202,4 @@ def _can_be_hashed_ahead(shard: Shard) -> bool:
 
 def _manifest_offset(manifest: Manifest) -> int:
     """On a page without data: a receiver that wrote to a tensor would see a private copy of a shared one for ever."""
-    return -(-manifest.total_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _select(tensors: dict[str, torch.Tensor], region: Region) -> torch.Tensor:
-    spans = zip(region.offsets, region.shape, strict=True)
-    return tensors[region.name][tuple(slice(start, start + extent) for start, extent in spans)]
+    return aligned(manifest.total_bytes, PAGE_BYTES)

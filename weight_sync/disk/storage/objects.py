@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -10,6 +9,7 @@ from typing import TypeVar
 import fsspec
 import torch
 
+from weight_sync.deadlines import within
 from weight_sync.disk.storage.base import COMMIT_FILE, REQUEST_BYTES, VERSION_DIRECTORY, Store, Writer
 from weight_sync.errors import StaleHandleError, WeightSyncError
 
@@ -81,27 +81,12 @@ class ObjectStore(Store):
 
     def request(self, what: str, work: Callable[[], Result]) -> Result:
         """The result of ``work``, or an error of ours, within the deadline."""
-        result: list[Result] = []
-        failure: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                result.append(work())
-            except BaseException as error:
-                failure.append(error)
-
-        thread = threading.Thread(target=run, daemon=True, name=f"weight_sync: {what}")
-        thread.start()
-        thread.join(self._timeout_s)
-        if result:
-            return result[0]
-        if not failure:
-            raise WeightSyncError(f"cannot {what}: {self._url} gave no answer within {self._timeout_s:g} s")
-        if isinstance(failure[0], FileNotFoundError):
-            raise StaleHandleError(f"cannot {what}: it is not at {self._url} (any more)") from failure[0]
-        raise WeightSyncError(f"cannot {what} at {self._url}: {type(failure[0]).__name__}: {failure[0]}") from failure[
-            0
-        ]
+        try:
+            return within(self._timeout_s, work)
+        except FileNotFoundError as error:
+            raise StaleHandleError(f"cannot {what}: it is not at {self._url} (any more)") from error
+        except Exception as error:
+            raise WeightSyncError(f"cannot {what} at {self._url}: {type(error).__name__}: {error}") from error
 
     def _path(self, *path: str) -> str:
         return "/".join((self._root, *path))
