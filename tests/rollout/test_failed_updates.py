@@ -51,7 +51,7 @@ async def synchronise(fleet, version, handle, publish_whole):
         metrics = await fleet.update_weights(handle, version)
         if fleet.behind:
             metrics |= await fleet.reload(publish_whole(), version)
-    answers = await asyncio.wait_for(asyncio.gather(*requests), 120)
+    answers = await asyncio.wait_for(asyncio.gather(*requests), 300)
     return metrics, [completion for answer in answers for completion in answer]
 
 
@@ -133,7 +133,7 @@ def test_an_engine_that_dies_while_it_writes(fleet, run, publish, weights):
         request = asyncio.create_task(fleet.generate(PROMPT, SamplingParams(400), 2))
         await asyncio.sleep(0.5)
         await fleet.engines[0]._actor.close.remote()
-        return await asyncio.wait_for(request, 120)
+        return await asyncio.wait_for(request, 300)
 
     run(fleet.update_weights(publish(8, weights), 8))
     completions = run(kill_in_mid_decode())
