@@ -31,6 +31,10 @@ class Shard:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        if self.data.layout is not torch.strided or self.data.is_quantized:
+            raise WeightSyncError(
+                f"{self.name}: only dense tensors can be sent, not {self.data.layout} of {self.data.dtype}"
+            )
         shape, offsets, size = tuple(self.global_shape), tuple(self.offsets), tuple(self.data.shape)
         inside = len(shape) == len(offsets) == len(size) and all(
             start >= 0 and start + extent <= whole for start, extent, whole in zip(offsets, size, shape, strict=True)
@@ -43,6 +47,7 @@ class Shard:
         object.__setattr__(self, "global_shape", shape)
         object.__setattr__(self, "offsets", offsets)
         object.__setattr__(self, "dtype", self.dtype or self.data.dtype)
+        object.__setattr__(self, "data", self.data.resolve_conj().resolve_neg())  # else its bytes are not its values
 
     @classmethod
     def whole(cls, name: str, data: torch.Tensor, dtype: torch.dtype | None = None) -> Shard:

@@ -139,3 +139,13 @@ def test_empty_shards_of_uneven_cuts_are_fine():
 def test_a_shard_must_lie_in_its_tensor(shape, offsets):
     with pytest.raises(WeightSyncError, match=r"layer\.w: a region of shape"):
         Shard("layer.w", shape, offsets, torch.zeros(2, 4))
+
+
+def test_only_dense_tensors_can_be_sent():
+    with pytest.raises(WeightSyncError, match=r"layer\.w: only dense tensors"):
+        Shard.whole("layer.w", torch.eye(3).to_sparse())
+
+
+def test_a_conjugate_view_is_sent_as_its_values():
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    assert Shard.whole("layer.w", values.conj()).data.view(torch.float32).tolist() == [1, -2, 3, 4]
