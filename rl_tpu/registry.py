@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import os
@@ -64,7 +65,7 @@ def check_options(what: str, name: str, call: Callable[..., Any], leading: Itera
         raise UserError(f"{what} {name!r} is not callable") from None
     try:
         signature.bind(*leading, **options)
-        _check_types(what, name, call, options)
+        check_types(what, name, call, options)
     except TypeError as error:
         wanted = [key for key in list(signature.parameters)[len(leading) :] if not key.startswith("_")]
         unknown_keys = [key for key in options if key not in wanted]
@@ -75,7 +76,10 @@ def check_options(what: str, name: str, call: Callable[..., Any], leading: Itera
         ) from None
 
 
-def _check_types(what: str, name: str, call: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def check_types(what: str, name: str, call: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise UserError unless the values of ``options`` fit the annotations of ``call``, where there are some."""
+    while isinstance(call, functools.partial):
+        call = call.func
     try:
         annotations = get_type_hints(call.__init__ if isinstance(call, type) else call)
     except Exception:  # names imported for type checkers alone

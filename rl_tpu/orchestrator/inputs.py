@@ -19,7 +19,7 @@ from rl_tpu.devices import get_device
 from rl_tpu.environments import find_environment
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.evaluation import EvalSet
-from rl_tpu.registry import one_line
+from rl_tpu.registry import check_types, one_line
 from rl_tpu.rewards import find_reward
 from weight_sync import WeightSyncError
 from weight_sync.transport import find_transport
@@ -89,6 +89,7 @@ def check_transport(sync: WeightSyncConfig) -> None:
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in sync.options:
             raise UserError(f"weight_sync.options.{name} is required by transport {sync.transport}")
+    check_types("weight_sync.transport", sync.transport, opens, sync.options)
 
 
 def fill_options(config: RunConfig, **directories: Path) -> RunConfig:
