@@ -10,19 +10,22 @@ from jobs import MARK, read_rows
 
 
 @pytest.mark.parametrize(
-    ("transport", "pause_mode"),
+    ("transport", "pause_mode", "delivery"),
     [
-        ("disk_delta", "in_place"),
-        pytest.param("ici", "abort", marks=pytest.mark.slow),
-        pytest.param("disk", "retract", marks=pytest.mark.slow),
+        ("disk_delta", "in_place", "staged"),
+        pytest.param("ici", "abort", "staged", marks=pytest.mark.slow),
+        pytest.param("ici", "in_place", "broadcast", marks=pytest.mark.slow),
+        pytest.param("ici", "abort", "broadcast", marks=pytest.mark.slow),
+        pytest.param("disk", "retract", "staged", marks=pytest.mark.slow),
     ],
 )
-def test_policies_arrive_while_answers_are_written(start_job, tmp_path, transport, pause_mode):
+def test_policies_arrive_while_answers_are_written(start_job, tmp_path, transport, pause_mode, delivery):
     """Every engine's checksums equal the trainer's after every sync, with answers in flight over the syncs."""
     run_dir = tmp_path / "run"
-    pacing = ["trainer.steps=4", "rollout.max_staleness=1", f"weight_sync.pause_mode={pause_mode}"]
+    pacing = ["trainer.steps=4", "rollout.max_staleness=1"]
+    sync = [f"weight_sync={transport}", f"weight_sync.pause_mode={pause_mode}", f"weight_sync.delivery={delivery}"]
     ranks = ["cluster.chips_per_host=4", "cluster.trainer_chips=2", "cluster.rollout_chips=2", "rollout.engines=2"]
-    job = start_job(f"run_dir={run_dir}", f"weight_sync={transport}", "cluster.cpus_per_chip=0.25", *pacing, *ranks)
+    job = start_job(f"run_dir={run_dir}", *sync, "cluster.cpus_per_chip=0.25", *pacing, *ranks)
     code, output = job.finish()
     assert code == 0, output
     assert job.left_behind() == []
@@ -33,6 +36,7 @@ def test_policies_arrive_while_answers_are_written(start_job, tmp_path, transpor
         assert (row["sync/failed_engines"], row["sync/reloaded_engines"]) == (0, 0)
         assert row["sync/verified_tensors"] > 20
         assert 0 < row["sync/pause_s"] < row["sync/total_s"]
+        assert (row["sync/receive_s"] > 0) == (delivery == "staged")
         assert row["sync/stage_s"] == pytest.approx(row["sync/publish_s"] + row["sync/receive_s"])
         assert pause_mode == "abort" or row["sync/aborted_requests"] == 0
         assert ("sync/wire_bytes" in row) == transport.startswith("disk")
