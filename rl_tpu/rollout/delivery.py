@@ -118,15 +118,16 @@ class Transfer:
         engines: Sequence[SGLangEngine],
         send: Callable[[Sequence[SGLangEngine]], Awaitable[Mapping[str, RunError | None]]],
     ):
+        self._engines = engines
         self._send = send
         self._awaited = {engine.name for engine in engines}
-        self._standing: list[SGLangEngine] = []
+        self._standing: set[str] = set()
         self._complete = asyncio.Event()
         self._sending: asyncio.Task | None = None
 
     async def join(self, engine: SGLangEngine) -> None:
         """Take part with an engine that stands still. Raises why it did not get the policy."""
-        self._standing.append(engine)
+        self._standing.add(engine.name)
         self.settle(engine)
         await self._complete.wait()
         if error := (await self._sending)[engine.name]:
@@ -137,5 +138,6 @@ class Transfer:
         self._awaited.discard(engine.name)
         if not self._awaited and not self._complete.is_set():
             if self._standing:
-                self._sending = asyncio.create_task(self._send(self._standing))
+                standing = [engine for engine in self._engines if engine.name in self._standing]
+                self._sending = asyncio.create_task(self._send(standing))
             self._complete.set()

@@ -70,6 +70,7 @@ async def synchronise(fleet, version, handle, publish_whole, meanwhile=None):
 
 
 def test_all_engines_together_and_one_alone(fleet, config, run, publish, weights):
+    links = set()
     for version in (1, 2):
         new = changed(weights, seed=version)
         metrics, completions = run(synchronise(fleet, version, publish(version, new), pytest.fail))
@@ -78,6 +79,8 @@ def test_all_engines_together_and_one_alone(fleet, config, run, publish, weights
         assert metrics["sync/bytes"] == sum(tensor.nbytes for tensor in new.values())
         assert metrics["sync/pause_s"] > 0 == metrics["sync/receive_s"] == metrics["sync/failed_engines"]
         assert {completion.finish_reason for completion in completions} <= {"stop", "length"}
+        links.add(fleet._delivery._updates._link)
+    assert len(links) == 1  # the group of the first version serves the second
     alone = Fleet(fleet.engines[:1], config)
     newer = changed(weights, seed=3)
     metrics = run(alone.update_weights(publish(3, newer), 3))
