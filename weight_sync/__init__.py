@@ -2,6 +2,7 @@
 
 from weight_sync.errors import CoverageError, SpaceError, StaleHandleError, VerificationError, WeightSyncError
 from weight_sync.manifest import Manifest, ManifestDiff, TensorEntry
+from weight_sync.sender import Region
 from weight_sync.shard import Shard, local_shards
 from weight_sync.shared_memory.segments import remove_segments, remove_stale_segments
 from weight_sync.transport import Handle, Received, Receiver, Sender, Transport, open_receiver, open_sender
@@ -13,6 +14,7 @@ __all__ = [
     "ManifestDiff",
     "Received",
     "Receiver",
+    "Region",
     "Sender",
     "Shard",
     "SpaceError",

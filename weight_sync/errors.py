@@ -7,6 +7,13 @@ class WeightSyncError(Exception):
     """A policy could not be sent or received. Nothing of it may be served."""
 
 
+def require_positive(**options: float | None) -> None:
+    """Raises WeightSyncError, naming the option, for one that is no number above 0; None stands for a default."""
+    for name, value in options.items():
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise WeightSyncError(f"option {name} must be a number above 0, not {value!r}")
+
+
 class CoverageError(WeightSyncError):
     """The shards of all ranks do not make up every tensor exactly once."""
 

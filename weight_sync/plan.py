@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weight_sync.errors import CoverageError
-from weight_sync.sender import Region
+from weight_sync.sender import Region, holders_of
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,7 @@ def plan_transfers(
     The transfers come in the order of ``wanted``, and are the same wherever they are computed. Raises CoverageError,
     naming the tensor, where a wanted element is held by nobody or both sides disagree about dtype or shape.
     """
-    holders: dict[str, dict[Region, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, regions in enumerate(held):
-        for region in regions:
-            if rank not in holders[region.name][region]:
-                holders[region.name][region].append(rank)
-
+    holders = holders_of(held)
     pieces: list[tuple[int, Region, list[int]]] = []  # destination, region, who could send it
     for destination, regions in enumerate(wanted):
         local = (same_process or {}).get(destination)

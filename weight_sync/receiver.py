@@ -1,14 +1,33 @@
-"""What all receivers share: tensors as views of received bytes, and their verification."""
+"""What receivers share: checks of handles, tensors as views of received bytes, and their verification."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from weight_sync.errors import WeightSyncError
 from weight_sync.hashing import hash_entries
 from weight_sync.manifest import Manifest, TensorEntry
+
+MAP_NORESERVE = 0x4000  # absent from the mmap module before Python 3.13
+
+
+def require_transport(handle: Mapping[str, Any], transport: str) -> None:
+    if handle.get("transport") != transport:
+        raise WeightSyncError(f"not a handle of the {transport} transport: {handle}")
+
+
+def require_hashes(entries: Iterable[TensorEntry]) -> None:
+    if any(entry.xxh3_128 is None for entry in entries):
+        raise WeightSyncError("these weights were sent without hashes and cannot be verified")
+
+
+def map_private(fd: int) -> mmap.mmap:
+    """A file in memory, without a copy; it stays readable when it is removed. Writing changes a private copy of a page."""
+    return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def view_tensors(data: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -22,7 +41,6 @@ def view_tensor(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
 def wrong_tensors(data: torch.Tensor, entries: Sequence[TensorEntry], threads: int) -> list[TensorEntry]:
     """The entries whose bytes in ``data`` [bytes] uint8 do not have the entry's hash."""
-    if any(entry.xxh3_128 is None for entry in entries):
-        raise WeightSyncError("these weights were sent without hashes and cannot be verified")
+    require_hashes(entries)
     found = hash_entries(data, entries, threads)
     return [entry for entry in entries if found[entry.name] != entry.xxh3_128]

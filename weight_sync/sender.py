@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -163,16 +163,10 @@ def make_layout(regions: list[list[Region]]) -> Layout:
     """
     if not any(regions):
         raise CoverageError("no rank has a shard to publish")
-    holders: dict[str, dict[Region, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, held in enumerate(regions):
-        for region in held:
-            if rank in holders[region.name][region]:
-                raise CoverageError(f"{region.name}: rank {rank} gives region {region} twice")
-            holders[region.name][region].append(rank)
     tensors = []
     writes: list[list[Region]] = [[] for _ in regions]
     load = [0] * len(regions)
-    for name, of_tensor in holders.items():
+    for name, of_tensor in holders_of(regions).items():
         _check_coverage(name, of_tensor)
         first = next(iter(of_tensor))
         tensors.append((name, first.dtype, first.global_shape))
@@ -185,9 +179,20 @@ def make_layout(regions: list[list[Region]]) -> Layout:
     return Layout(Manifest.lay_out(tensors), writes)
 
 
+def holders_of(regions: Sequence[Sequence[Region]]) -> dict[str, dict[Region, list[int]]]:
+    """The ranks (outer list) that hold each region, by tensor, in order of first appearance."""
+    holders: dict[str, dict[Region, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, held in enumerate(regions):
+        for region in held:
+            holders[region.name][region].append(rank)
+    return holders
+
+
 def _check_coverage(name: str, holders: dict[Region, list[int]]) -> None:
     first = next(iter(holders))
     for region, ranks in holders.items():
+        if len(set(ranks)) < len(ranks):
+            raise CoverageError(f"{name}: rank {Counter(ranks).most_common(1)[0][0]} gives region {region} twice")
         if (region.dtype, region.global_shape) != (first.dtype, first.global_shape):
             raise CoverageError(
                 f"{name}: rank {holders[first][0]} says {first.dtype} {list(first.global_shape)}, "

@@ -26,7 +26,7 @@ Handle = dict[str, Any]
 
 @dataclass
 class Received:
-    """One policy version as it arrived, whole and verified.
+    """One policy version as it arrived, whole, and verified unless the receiver was opened with ``verify=False``.
 
     ``tensors`` may be views of memory that the sender will reuse: load them, then call ``check`` and serve the version
     only if it returns. As a context manager it calls ``check`` at the end of the block:
@@ -53,7 +53,16 @@ class Received:
 
 
 class Sender(Protocol):
-    """One rank's end. All ranks of the group call the same methods in the same order."""
+    """One rank's end. All ranks of the group call the same methods in the same order, each from one thread at a time.
+
+    Every sender takes these options, and its own:
+
+    run_id            name of the run; what the transport leaves behind can be told by it
+    rank, world_size  among the processes that publish together
+    group             their torch.distributed group with a CPU backend, if they are several; its timeout bounds all waits
+                      for each other
+    hashes            whether to hash every tensor, which a verifying receiver needs
+    """
 
     manifest: Manifest | None
     """Of the version published last, on every rank; ``manifest.diff`` of two versions names what did not change."""
@@ -68,7 +77,8 @@ class Sender(Protocol):
         lost or damaged can take it; the same version may be published again.
 
         Raises CoverageError, naming the tensor, if regions are missing or overlap; an error of one rank is raised on
-        all. What was published before stays available until the publish after the next.
+        all. What was published before stays available until the publish after the next, unless the transport was told
+        to keep less or the shards' layout changes.
         """
 
     def close(self) -> None:
@@ -76,10 +86,11 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """An engine process' end."""
+    """An engine process' end, for one thread at a time. Every receiver takes ``verify``, and options of its own."""
 
     def receive(self, handle: Handle) -> Received:
-        """Fetch and verify a version. Raises StaleHandleError or VerificationError; then nothing may be loaded."""
+        """Fetch and verify a version. Raises WeightSyncError (StaleHandleError, VerificationError) before any tensor is
+        handed out; the next ``receive`` may work."""
 
     def close(self) -> None:
         """Let go of what is kept between versions. Tensors received before stay readable."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weight_sync.errors import WeightSyncError
 from weight_sync.manifest import TensorEntry, aligned
-from weight_sync.sender import Region
+from weight_sync.sender import Region, holders_of
 from weight_sync.shard import Shard
 
 
@@ -35,10 +35,7 @@ def assign_owners(regions: Sequence[Sequence[Region]], entries: Sequence[TensorE
     A tensor goes, largest first, to the rank with the least to write and receive; the same on every rank.
     """
     ranks = range(len(regions))
-    holders: dict[str, dict[Region, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, held in enumerate(regions):
-        for region in held:
-            holders[region.name][region].append(rank)
+    holders = holders_of(regions)
     load, sent = [0] * len(regions), [0] * len(regions)
     owner: dict[str, int] = {}
     pieces: dict[str, list[tuple[int, Region]]] = {}

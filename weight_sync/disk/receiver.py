@@ -17,9 +17,10 @@ import torch
 from weight_sync.disk import delta
 from weight_sync.disk.storage import REQUEST_BYTES, LocalStore, Store, open_store
 from weight_sync.disk.versions import FileRecord, Link, Record, read_record
-from weight_sync.errors import VerificationError, WeightSyncError
+from weight_sync.errors import VerificationError, WeightSyncError, require_positive
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
 from weight_sync.manifest import Manifest, TensorEntry
+from weight_sync.receiver import require_hashes, require_transport
 from weight_sync.transport import Handle, Received, Receiver
 
 Bytes = dict[str, torch.Tensor]
@@ -77,6 +78,7 @@ class DiskReceiver(Receiver):
         timeout_s: float = 120,
         threads: int | None = None,
     ):
+        require_positive(timeout_s=timeout_s, threads=threads)
         self._keep_base = keep_base
         self._verify = verify
         self._storage_options = storage_options or {}
@@ -90,8 +92,7 @@ class DiskReceiver(Receiver):
         """Raises VerificationError when neither the own base nor the full version in storage leads to the bytes that
         were sent; the next full version heals that."""
         start = time.perf_counter()
-        if handle.get("transport") != "disk":
-            raise WeightSyncError(f"not a handle of the disk transport: {handle}")
+        require_transport(handle, "disk")
         self._stats = {"read_s": 0.0, "apply_s": 0.0, "hash_s": 0.0, "wire_bytes": 0, "from_base": 0}
         store = open_store(handle["url"], handle.get("storage_options", {}) | self._storage_options, self._timeout_s)
         link = Link(handle["directory"], handle["record_xxh3_128"])
@@ -132,15 +133,12 @@ class DiskReceiver(Receiver):
         """Apply the deltas ``links`` one after another; the last is ``record``, whose hashes the result must have."""
         entries = record.manifest.tensors
         tensors = dict(base)
-        if [(e.name, e.nbytes) for e in entries if e.name not in base or len(base[e.name]) != e.nbytes]:
+        if any(e.name not in base or len(base[e.name]) != e.nbytes for e in entries):
             raise WeightSyncError(f"version {record.manifest.version} has other tensors than what it builds on")
         for link in links:
             step = record if link is links[-1] else read_record(store, link)
-            packed = {
-                name: torch.empty(n, dtype=torch.uint8)
-                for f in step.files.values()
-                for name, (_, n) in f.tensors.items()
-            }
+            lengths = {name: nbytes for file in step.files.values() for name, (_, nbytes) in file.tensors.items()}
+            packed = {name: torch.empty(nbytes, dtype=torch.uint8) for name, nbytes in lengths.items()}
             self._read(store, link.directory, step, packed)
             start = time.perf_counter()
             jobs = []
@@ -213,8 +211,7 @@ class DiskReceiver(Receiver):
     def _check_hashes(self, manifest: Manifest, tensors: Bytes) -> None:
         if not self._verify:
             return
-        if any(entry.xxh3_128 is None for entry in manifest.tensors):
-            raise WeightSyncError(f"version {manifest.version} was sent without hashes and cannot be verified")
+        require_hashes(manifest.tensors)
         start = time.perf_counter()
         entries = sorted(manifest.tensors, key=lambda entry: -entry.nbytes)
         found = in_threads(lambda entry: xxh3_128(tensors[entry.name]), entries, self._threads)

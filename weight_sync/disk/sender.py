@@ -17,7 +17,7 @@ from weight_sync.disk.gather import Gatherer, Ownership, assign_owners
 from weight_sync.disk.storage import open_store
 from weight_sync.disk.versions import LATEST_FILE, History, Link, Record, directory_name
 from weight_sync.disk.writer import VersionWriter, Written
-from weight_sync.errors import StaleHandleError, WeightSyncError
+from weight_sync.errors import StaleHandleError, WeightSyncError, require_positive
 from weight_sync.hashing import default_threads, xxh3_128
 from weight_sync.manifest import Manifest, TensorEntry, aligned
 from weight_sync.portions import batches
@@ -79,8 +79,14 @@ class DiskSender(Sender):
         hashes: bool = True,
         threads: int | None = None,
     ):
-        if keep < 1 or full_every < 1:
-            raise WeightSyncError(f"keep {keep} and full_every {full_every} must be at least 1")
+        require_positive(
+            keep=keep,
+            full_every=full_every,
+            timeout_s=timeout_s,
+            file_bytes=file_bytes,
+            bucket_bytes=bucket_bytes,
+            threads=threads,
+        )
         self.manifest: Manifest | None = None
         self.stats: dict[str, float] = {}
         self._ranks = Ranks(rank, world_size, group)

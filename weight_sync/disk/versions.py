@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from weight_sync.disk.storage import COMMIT_FILE, Store
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import StaleHandleError, WeightSyncError
 from weight_sync.hashing import xxh3_128
 from weight_sync.manifest import Manifest
 
@@ -119,12 +120,12 @@ class History:
         self._chains[directory] = [link.directory for link in record.chain]
         self.next_publish = record.publish + 1
 
-    def remove_old(self, keep: int) -> list[str]:
-        """Remove all but the newest ``keep`` versions and what those build on; returns what was removed."""
+    def remove_old(self, keep: int) -> None:
+        """Remove all but the newest ``keep`` versions and what those build on."""
         newest = self.directories[-keep:]
         needed = set(newest).union(*(self._chains[directory] for directory in newest))
         old = [directory for directory in self._chains if directory not in needed]
         for directory in old:
-            self._store.remove(directory)
+            with suppress(StaleHandleError):  # somebody else has removed it
+                self._store.remove(directory)
             del self._chains[directory]
-        return old

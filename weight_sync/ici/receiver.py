@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncError
+from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncError, require_positive
 from weight_sync.hashing import default_threads, xxh3_128
 from weight_sync.ici.buckets import Bucket, FlatRegions, Staging, ignore, receive_buckets
 from weight_sync.ici.links import Group, Store, one_line
 from weight_sync.ici.publication import Publication, Wants, read_publication
 from weight_sync.manifest import Manifest
+from weight_sync.receiver import require_hashes, require_transport
 from weight_sync.sender import Region
 from weight_sync.transport import Handle, Received, Receiver
 
@@ -82,6 +83,7 @@ class IciReceiver(Receiver):
         timeout_s: float = 120.0,
         threads: int | None = None,
     ):
+        require_positive(timeout_s=timeout_s, threads=threads)
         self._rank, self._world_size, self._name = rank, world_size, name
         self._verify, self._wants = verify, wants
         self._device, self._timeout_s = device, timeout_s
@@ -96,8 +98,7 @@ class IciReceiver(Receiver):
         self._number: int | None = None
 
     def receive(self, handle: Handle) -> Received:
-        if handle.get("transport") != "ici":
-            raise WeightSyncError(f"not a handle of the ici transport: {handle}")
+        require_transport(handle, "ici")
         self._received += 1
         kept = self._link is not None
         try:
@@ -160,8 +161,8 @@ class IciReceiver(Receiver):
             raise StaleHandleError(
                 f"version {handle['version']}: the sender at {address[0]}:{address[1]} is gone: {one_line(error)}"
             ) from error
-        if self._verify and any(entry.xxh3_128 is None for entry in publication.manifest.tensors):
-            raise WeightSyncError("these weights were sent without hashes and cannot be verified")
+        if self._verify:
+            require_hashes(publication.manifest.tensors)
         return publication
 
     def _request(self, handle: Handle, wants: Wants) -> dict[str, Any]:

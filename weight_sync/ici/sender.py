@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import WeightSyncError, require_positive
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
 from weight_sync.ici.buckets import FlatRegions
 from weight_sync.ici.links import Group, Store, backend_for, one_line
@@ -56,6 +56,7 @@ class IciSender(Sender):
         timeout_s: float = 120.0,
         threads: int | None = None,
     ):
+        require_positive(bucket_bytes=bucket_bytes, bucket_tensors=bucket_tensors, timeout_s=timeout_s, threads=threads)
         self.manifest: Manifest | None = None
         self.stats: dict[str, float] = {}
         self._run_id = run_id
@@ -108,7 +109,7 @@ class IciSender(Sender):
         }
 
     def close(self) -> None:
-        """Links that are being served end at once or at their deadline; the store is gone with rank 0's process."""
+        """Links that are being served end at once or at their deadline. With rank 0's end the store is gone."""
         if self._server is not None:
             self._server.close()
         self._server = self._store = self._group = self._layout = self._hasher = None

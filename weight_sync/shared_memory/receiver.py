@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncError
+from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncError, require_positive
 from weight_sync.hashing import default_threads, xxh3_128
 from weight_sync.manifest import Manifest
 from weight_sync.portions import share_out
-from weight_sync.receiver import view_tensors, wrong_tensors
+from weight_sync.receiver import require_transport, view_tensors, wrong_tensors
 from weight_sync.shared_memory.segments import Segment
 from weight_sync.transport import Handle, Received, Receiver
 
@@ -28,6 +28,7 @@ class SharedMemoryReceiver(Receiver):
     """
 
     def __init__(self, verify: bool = True, share: tuple[int, int] = (0, 1), threads: int | None = None):
+        require_positive(threads=threads)
         self._verify = verify
         self._share = share
         self._threads = threads or default_threads()
@@ -35,8 +36,7 @@ class SharedMemoryReceiver(Receiver):
 
     def receive(self, handle: Handle) -> Received:
         start = time.perf_counter()
-        if handle.get("transport") != "shared_memory":
-            raise WeightSyncError(f"not a handle of the shared_memory transport: {handle}")
+        require_transport(handle, "shared_memory")
         segment = self._open(handle)
         version, sequence = handle["version"], handle["sequence"]
 
@@ -73,6 +73,8 @@ class SharedMemoryReceiver(Receiver):
                     f"version {handle['version']}: {path} is not on host {os.uname().nodename}; it was written on host "
                     f"{handle['host']}, and may have been removed since"
                 ) from error
+            except OSError as error:
+                raise WeightSyncError(f"version {handle['version']}: {path} cannot be opened: {error}") from error
         return self._segments[path]
 
     def _read_manifest(self, segment: Segment, handle: Handle, check: Callable[[], None]) -> Manifest:

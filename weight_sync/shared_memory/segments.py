@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from weight_sync.errors import SpaceError, WeightSyncError
+from weight_sync.receiver import map_private
 
 DIRECTORY = Path("/dev/shm")
 HEADER_BYTES = PAGE_BYTES = mmap.PAGESIZE
 MAGIC = 0x31_43_4E_59_53_5F_57  # "W_SYNC1"
-MAP_NORESERVE = 0x4000  # absent from the mmap module
 _MAGIC_WORD, _STATE_WORD = 0, 1
 _SHARED, _SWAPPED = np.uint64(1 << 61), np.uint64(1 << 62)
 """Bits of a word of the page map; the highest, above them, says that the page is present."""
@@ -113,8 +113,7 @@ class Segment:
         """A sender's segment, to read. Writing to a tensor over it changes a private copy of the page."""
         fd = os.open(path, os.O_RDONLY)
         try:
-            flags, protection = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            segment = cls(path, mmap.mmap(fd, 0, flags=flags, prot=protection))
+            segment = cls(path, map_private(fd))
         except ValueError as error:
             raise WeightSyncError(f"{path} is no weight segment: {error}") from error
         finally:

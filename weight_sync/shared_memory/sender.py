@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import WeightSyncError, require_positive
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
 from weight_sync.manifest import Manifest, aligned
 from weight_sync.receiver import view_tensors
@@ -55,6 +55,7 @@ class SharedMemorySender(Sender):
         directory: str | os.PathLike = DIRECTORY,
     ):
         require_run_id(run_id)
+        require_positive(slots=slots, threads=threads)
         self.manifest: Manifest | None = None
         self.stats: dict[str, float] = {}
         self._ranks = Ranks(rank, world_size, group)

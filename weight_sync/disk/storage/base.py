@@ -38,8 +38,8 @@ class Store(ABC):
         """Committed directories."""
 
     @abstractmethod
-    def remove_leftovers(self) -> list[str]:
-        """Remove what interrupted writes left behind; returns the names."""
+    def remove_leftovers(self) -> None:
+        """Remove what interrupted writes left behind."""
 
     @abstractmethod
     def require_space(self, nbytes: int) -> None:
@@ -67,7 +67,8 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, directory: str) -> None:
-        """Remove a committed directory; it is gone for readers before its first file is."""
+        """Remove a committed directory; it is gone for readers before its first file is. Raises StaleHandleError if it
+        is not there."""
 
     @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
@@ -82,8 +83,8 @@ class Store(ABC):
         """Fill ``targets`` [bytes] uint8 one after another from byte ``offset`` of a file; at most ``REQUEST_BYTES``
         together. Returns the bytes read, fewer at the file's end. Raises StaleHandleError if it is not there."""
 
-    def put(self, directory: str, name: str, data: bytes) -> int:
-        """A whole file of a directory that was begun; returns its size."""
+    def put(self, directory: str, name: str, data: bytes) -> None:
+        """A whole file of a directory that was begun."""
         writer = self.create(directory, name)
         try:
             writer.write(data)
@@ -91,4 +92,3 @@ class Store(ABC):
         except BaseException:
             writer.abandon()
             raise
-        return len(data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import shutil
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ import torch
 
 from weight_sync.disk.storage.base import COMMIT_FILE, VERSION_DIRECTORY, Store, Writer
 from weight_sync.errors import SpaceError, StaleHandleError, WeightSyncError
+from weight_sync.receiver import map_private
 
 _WRITING, _REMOVING = ".writing", ".removing"
-MAP_NORESERVE = 0x4000  # absent from the mmap module
 
 
 class LocalStore(Store):
@@ -31,13 +30,12 @@ class LocalStore(Store):
         found = (path.parent.name for path in self.root.glob(f"*/{COMMIT_FILE}"))
         return [name for name in found if VERSION_DIRECTORY.fullmatch(name)]
 
-    def remove_leftovers(self) -> list[str]:
+    def remove_leftovers(self) -> None:
         hidden = [path for end in (_WRITING, _REMOVING) for path in self.root.glob(f".*{end}")]
-        leftovers = [path for path in hidden if VERSION_DIRECTORY.fullmatch(path.name[1:].rpartition(".")[0])]
-        for path in leftovers:
-            with _errors(f"remove {path}"):
-                shutil.rmtree(path)
-        return [path.name for path in leftovers]
+        for path in hidden:
+            if VERSION_DIRECTORY.fullmatch(path.name[1:].rpartition(".")[0]):
+                with _errors(f"remove {path}"):
+                    shutil.rmtree(path)
 
     def require_space(self, nbytes: int) -> None:
         with _errors(f"free space of {self.root}"):
@@ -117,8 +115,7 @@ class LocalStore(Store):
             try:
                 if os.fstat(fd).st_size == 0:
                     return torch.empty(0, dtype=torch.uint8)
-                private = {"flags": mmap.MAP_PRIVATE | MAP_NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
-                return torch.frombuffer(mmap.mmap(fd, 0, **private), dtype=torch.uint8)
+                return torch.frombuffer(map_private(fd), dtype=torch.uint8)
             finally:
                 os.close(fd)
 

@@ -29,11 +29,10 @@ class ObjectStore(Store):
     def directories(self) -> list[str]:
         return [name for name in self._version_directories() if self._is_committed(name)]
 
-    def remove_leftovers(self) -> list[str]:
-        leftovers = [name for name in self._version_directories() if not self._is_committed(name)]
-        for name in leftovers:
-            self._remove_all(name)
-        return leftovers
+    def remove_leftovers(self) -> None:
+        for name in self._version_directories():
+            if not self._is_committed(name):
+                self._remove_all(name)
 
     def require_space(self, nbytes: int) -> None:
         """What an object store has left is not known."""
