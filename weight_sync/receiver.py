@@ -17,7 +17,9 @@ MAP_NORESERVE = 0x4000  # absent from the mmap module before Python 3.13
 
 def require_transport(handle: Mapping[str, Any], transport: str) -> None:
     if handle.get("transport") != transport:
-        raise WeightSyncError(f"not a handle of the {transport} transport: {handle}")
+        raise WeightSyncError(
+            f"not a handle of the {transport} transport: its transport is {handle.get('transport')!r}"
+        )
 
 
 def require_hashes(entries: Iterable[TensorEntry]) -> None:

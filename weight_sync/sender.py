@@ -45,13 +45,13 @@ class Ranks:
         try:
             result = work()
         except WeightSyncError as error:
-            failure, cause = error, error.__cause__
+            failure = cause = error
         except Exception as error:
             failure, cause = WeightSyncError(f"rank {self.rank}: {type(error).__name__}: {error}"), error
         everyone = self._gather((result, failure))
         first = next((error for _, error in everyone if error is not None), None)
         if first is not None:
-            raise first from cause
+            raise first from (cause if cause is not first else first.__cause__)
         return [result for result, _ in everyone]
 
     def _gather(self, mine: tuple) -> list[tuple]:
@@ -135,6 +135,8 @@ def agree(
     regions: list[Region] = []
 
     def describe() -> tuple[int, int, str, Any]:
+        if not isinstance(version, int) or version < 0:
+            raise WeightSyncError(f"a version is a whole number from 0 on, not {version!r}")
         mine.extend(shards)
         regions.extend(map(Region.of, mine))
         return version, sequence, xxh3_128(repr(regions).encode()), note()
