@@ -295,16 +295,19 @@ def test_the_manifest_is_that_of_the_final_bytes(tmp_path):
 
 @pytest.mark.parametrize("transport", ["disk", "disk_delta"])
 def test_many_syncs_stay_flat(engine, worker, tmp_path, transport):
-    """Memory, files, threads of both ends and the storage."""
+    """Memory, files, threads of both ends and the storage. What the allocator keeps goes up and down by some 15 MB without
+    growing, so the least of ten syncs is compared with the least of the ten after them: a version kept at every other sync
+    would show."""
     worker.call(dp.open_disk, transport, {"url": str(tmp_path), "fsync": False, "full_every": 4})
     engine.call(dp.open_disk_receiver, transport, {})
     seen = []
     for version in range(24):
         engine.call(dp.receive_disk_only, worker.call(dp.publish_noise, version, 4_000_000))
-        if version in (11, 23):
-            stored = sum(path.stat().st_size for path in tmp_path.rglob("*"))
-            seen.append([remote.call(sp.footprint) | {"stored": stored} for remote in (worker, engine)])
-    for earlier, later in zip(*seen, strict=True):
-        assert later["rss_bytes"] < earlier["rss_bytes"] + 4_000_000
-        assert later["stored"] < earlier["stored"] + 100_000
-        assert {key: later[key] for key in ("fds", "threads")} == {key: earlier[key] for key in ("fds", "threads")}
+        stored = sum(path.stat().st_size for path in tmp_path.rglob("*"))
+        seen.append([remote.call(sp.footprint) | {"stored": stored} for remote in (worker, engine)])
+    for of_remote in zip(*seen, strict=True):
+        earlier, later = of_remote[4:14], of_remote[14:]
+        assert min(f["rss_bytes"] for f in later) < min(f["rss_bytes"] for f in earlier) + 16_000_000
+        assert max(f["stored"] for f in later) < max(f["stored"] for f in earlier) + 100_000
+        for key in ("fds", "threads"):
+            assert max(f[key] for f in later) <= max(f[key] for f in earlier)

@@ -147,11 +147,11 @@ def test_training_and_publishing_go_on_while_a_version_is_taken(start):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_hundred_versions_leave_nothing_behind(start, world_size):
+def test_many_versions_leave_nothing_behind(start, world_size):
     ranks, engines = start.senders(world_size, bucket_tensors=None), start.receivers(2)
     everyone = [*ranks, *engines]
     before = None
-    for version in range(100):
+    for version in range(40):
         handle = on_all(ranks, ici.publish_rows, version, 6, 200_000)[0]
         on_all(engines, ici.receive_rows, handle)
         if version == 10:
@@ -165,10 +165,10 @@ def test_a_hundred_versions_leave_nothing_behind(start, world_size):
 def test_receivers_that_come_and_go_leave_nothing_behind(start):
     (rank,), (engine,) = start.senders(1), start.receivers(1)
     footprints = []
-    for version in range(60):
+    for version in range(40):
         engine.call(ici.receive, publish([rank], version, "whole"))
         engine.call(ici.open_ici_receiver, {})
-        if version in (20, 59):
+        if version in (15, 39):
             footprints.append((rank.call(sp.footprint), engine.call(sp.footprint)))
     for early, late in zip(*footprints, strict=True):
         assert late["fds"] <= early["fds"] + 4

@@ -13,7 +13,7 @@ import xxhash
 from weight_sync.hashing import in_threads
 
 CACHED_BYTES = 1 << 20
-"""A piece of this size is still in its core's cache when it is hashed, and makes the interpreter's part small."""
+"""A piece of this size stays in its core's cache between hash and copy, and makes the interpreter's part small."""
 PIECE_BYTES = 64 << 20
 """Copies without a hash are shared out in pieces of this size."""
 
@@ -60,11 +60,16 @@ def _copy(target: torch.Tensor | np.ndarray, source: torch.Tensor | np.ndarray) 
 
 
 def _copy_and_hash(target: torch.Tensor, source: torch.Tensor) -> str:
-    hasher, data, end = xxhash.xxh3_128(), bytes_of(target), 0
+    """The hash is of the bytes that are sent: the source's where they go as they are, which is faster than reading them
+    again where they were written, and then a byte that changes in between is refused by the receiver."""
+    hasher = xxhash.xxh3_128()
     for piece, values in _pieces(target, source, CACHED_BYTES):
-        _copy(piece, values)
-        start, end = end, end + piece.nbytes
-        hasher.update(data[start:end])
+        if isinstance(values, np.ndarray):
+            hasher.update(values)
+            np.copyto(piece, values)
+        else:
+            piece.copy_(values)
+            hasher.update(bytes_of(piece))
     return hasher.hexdigest()
 
 
