@@ -98,7 +98,7 @@ class IciReceiver(Receiver):
         self._number: int | None = None
 
     def receive(self, handle: Handle) -> Received:
-        require_transport(handle, "ici")
+        require_transport(handle, "ici", "version", "store", "sequence", "publication_xxh3_128")
         self._received += 1
         kept = self._link is not None
         try:
@@ -177,8 +177,21 @@ class IciReceiver(Receiver):
                 raise WeightSyncError(request["error"])
             return request
         others = [self._store.take(f"set/{self._name}/{rank}", self._timeout_s) for rank in range(1, self._world_size)]
-        everyone = [mine, *others]
-        request = {
+        request = self._composed(handle, [mine, *others])
+        for rank in others:
+            self._store.put(f"set/{self._name}/{rank['nonce']}", request)
+        if "error" in request:
+            raise WeightSyncError(request["error"])
+        self._store.put(f"request/{request['number']}", request)
+        return request
+
+    def _composed(self, handle: Handle, everyone: list[dict[str, Any]]) -> dict[str, Any]:
+        """On rank 0: one request from what all ranks of the set ask for."""
+        if len({rank["sequence"] for rank in everyone}) > 1:
+            return {"error": f"the ranks of receivers {self._name!r} ask for different versions"}
+        links = {rank["link"] for rank in everyone}
+        new = len(links) > 1 or None in links
+        return {
             "kind": "regions",
             "number": self._store.count("requests"),
             "version": handle["version"],
@@ -186,18 +199,9 @@ class IciReceiver(Receiver):
             "receivers": self._world_size,
             "wants": [rank["wants"] for rank in everyone],
             "digests": [rank["digests"] for rank in everyone],
+            "new": new,
+            "link": f"link.{secrets.token_hex(8)}" if new else self._link,
         }
-        links = {rank["link"] for rank in everyone}
-        request["new"] = len(links) > 1 or None in links
-        request["link"] = f"link.{secrets.token_hex(8)}" if request["new"] else self._link
-        if any(rank["sequence"] != handle["sequence"] for rank in others):
-            request["error"] = f"the ranks of receivers {self._name!r} ask for different versions"
-        for rank in others:
-            self._store.put(f"set/{self._name}/{rank['nonce']}", request)
-        if "error" in request:
-            raise WeightSyncError(request["error"])
-        self._store.put(f"request/{request['number']}", request)
-        return request
 
     def _join(self, request: dict[str, Any], publication: Publication) -> Group:
         """The link's group, once the sender has come to this request."""
