@@ -126,6 +126,7 @@ def test_a_policy_that_does_not_arrive_in_time(fleet, run, publish, weights, tmp
     assert run(fleet.check_weights(new)) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_while_it_writes(fleet, run, publish, weights):
     """No sync is near: it is brought the policy that was published last."""
 

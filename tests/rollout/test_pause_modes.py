@@ -86,8 +86,9 @@ async def update_in_the_middle(fleet, handle, version):
     await asyncio.sleep(3)
     update = asyncio.create_task(fleet.update_weights(handle, version))
     while not update.done():
-        prompts.append(LONG_PROMPT)
-        requests.append(asyncio.create_task(fleet.generate(LONG_PROMPT, SamplingParams(20), 1)))
+        if len(prompts) < 30:  # more would keep a busy machine from ever getting to the update
+            prompts.append(LONG_PROMPT)
+            requests.append(asyncio.create_task(fleet.generate(LONG_PROMPT, SamplingParams(20), 1)))
         await asyncio.sleep(0.05)
     answers = await asyncio.gather(*requests)
     return await update, [(prompt, c) for prompt, answer in zip(prompts, answers, strict=True) for c in answer]
