@@ -146,7 +146,7 @@ def test_training_and_publishing_go_on_while_a_version_is_taken(start):
         handle = newer
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_many_versions_leave_nothing_behind(start, world_size):
     ranks, engines = start.senders(world_size, bucket_tensors=None), start.receivers(2)
     everyone = [*ranks, *engines]
