@@ -15,11 +15,16 @@ from weight_sync.manifest import Manifest, TensorEntry
 MAP_NORESERVE = 0x4000  # absent from the mmap module before Python 3.13
 
 
-def require_transport(handle: Mapping[str, Any], transport: str) -> None:
+def require_transport(handle: Mapping[str, Any], transport: str, *fields: str) -> None:
+    """Raises WeightSyncError unless it is a handle of that transport with those ``fields``."""
+    if not isinstance(handle, Mapping):
+        raise WeightSyncError(f"not a handle of the {transport} transport: {type(handle).__name__} instead of a dict")
     if handle.get("transport") != transport:
         raise WeightSyncError(
             f"not a handle of the {transport} transport: its transport is {handle.get('transport')!r}"
         )
+    if missing := [name for name in fields if handle.get(name) is None]:
+        raise WeightSyncError(f"not a whole handle of the {transport} transport: it lacks {', '.join(missing)}")
 
 
 def require_hashes(entries: Iterable[TensorEntry]) -> None:

@@ -58,6 +58,8 @@ def test_built_in_transport_opens_by_name():
     receiver = open_receiver("shared_memory")
     with pytest.raises(WeightSyncError, match="not a handle of the shared_memory transport"):
         receiver.receive({"transport": "pigeon"})
+    with pytest.raises(WeightSyncError, match="lacks version, host, path"):
+        receiver.receive({"transport": "shared_memory"})
 
 
 def test_the_library_stands_alone():

@@ -92,7 +92,7 @@ class DiskReceiver(Receiver):
         """Raises VerificationError when neither the own base nor the full version in storage leads to the bytes that
         were sent; the next full version heals that."""
         start = time.perf_counter()
-        require_transport(handle, "disk")
+        require_transport(handle, "disk", "url", "directory", "record_xxh3_128")
         self._stats = {"read_s": 0.0, "apply_s": 0.0, "hash_s": 0.0, "wire_bytes": 0, "from_base": 0}
         store = open_store(handle["url"], handle.get("storage_options", {}) | self._storage_options, self._timeout_s)
         link = Link(handle["directory"], handle["record_xxh3_128"])

@@ -110,8 +110,8 @@ class DiskSender(Sender):
 
     def publish(self, version: int, shards: Iterable[Shard], whole: bool = False) -> Handle:
         start = time.perf_counter()
-        mine = self._agree(version, shards)
-        if whole or len(self._chain) >= self._full_every:
+        mine = self._agree(version, shards, whole)
+        if len(self._chain) >= self._full_every:
             self._chain = []
         # Until the version is committed there is none that the next could build on: the bytes kept are in between.
         chain, self._chain = tuple(self._chain), []
@@ -155,9 +155,12 @@ class DiskSender(Sender):
         self._previous, self._chain, self._plan = {}, [], None
         self._gatherer = Gatherer(self._gatherer.rank, self._gatherer.group)
 
-    def _agree(self, version: int, shards: Iterable[Shard]) -> dict[Region, Shard]:
-        """Collective: this rank's shards by region, once there is a plan for all ranks' shards."""
-        agreed = agree(self._ranks, version, shards)
+    def _agree(self, version: int, shards: Iterable[Shard], whole: bool) -> dict[Region, Shard]:
+        """Collective: this rank's shards by region, once there is a plan for all ranks' shards. The chain ends if one
+        rank asks for a whole version."""
+        agreed = agree(self._ranks, version, shards, note=lambda: whole)
+        if any(agreed.notes):
+            self._chain = []
         if self._plan is None or self._plan.digests != agreed.digests:
             regions = self._ranks.exchange(lambda: agreed.regions)
             self._plan = self._make_plan(agreed.digests, regions)

@@ -36,7 +36,8 @@ class SharedMemoryReceiver(Receiver):
 
     def receive(self, handle: Handle) -> Received:
         start = time.perf_counter()
-        require_transport(handle, "shared_memory")
+        fields = ("version", "host", "path", "sequence", "manifest_offset", "manifest_bytes", "manifest_xxh3_128")
+        require_transport(handle, "shared_memory", *fields)
         segment = self._open(handle)
         version, sequence = handle["version"], handle["sequence"]
 
