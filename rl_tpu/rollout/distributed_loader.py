@@ -37,6 +37,11 @@ class Arrival:
         self._buckets: list[NamedTensors] = []
         self._refused: str | None = None
 
+    @property
+    def state(self) -> str:
+        """What the model holds if this bucket is not loaded."""
+        return MIXTURE if self.mixed else NOTHING_LOADED
+
     def take(self, bucket: NamedTensors, trailer: dict[str, Any]) -> NamedTensors:
         """Check and keep a bucket; what is to be loaded now: nothing, or all buckets after the last. A bucket without
         hashes is to be loaded at once.
@@ -110,7 +115,7 @@ def _receive(receive: Callable[..., NamedTensors], updater: Any, **request: Any)
             raise WeightSyncError(f"the trailer of a bucket arrived damaged: {error}") from error
         return _arrival.take(bucket, fields)
 
-    return on_all_ranks(take, MIXTURE if _arrival.mixed else NOTHING_LOADED)
+    return on_all_ranks(take, _arrival.state)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, named_tensors: NamedTensors) -> tuple[bool, str]:
@@ -123,10 +128,11 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, named_tensors: Na
         success, said = load(updater, named_tensors)
         if not success:
             raise WeightLoadError(said)
+        _arrival.mixed = False
         return said
 
     try:
-        on_all_ranks(lambda: _check_fit(updater.get_model(), named_tensors), NOTHING_LOADED)
+        on_all_ranks(lambda: _check_fit(updater.get_model(), named_tensors), _arrival.state)
         return True, on_all_ranks(load_all, MIXTURE)
     except WeightLoadError as error:
         return False, str(error)
