@@ -78,6 +78,17 @@ def test_two_ranks_write_in_parallel(engine, ranks, tmp_path, transport):
     assert names(tmp_path) == ["latest", *(n + ".delta" * (delta and kinds[n]) for n in kept)]
 
 
+def test_a_whole_version_that_one_rank_asks_for(ranks, tmp_path):
+    on_all(ranks, dp.open_disk, "disk_delta", {"url": str(tmp_path)})
+    on_all(ranks, dp.publish_step, 0)
+    for rank, whole in enumerate([False, True]):
+        ranks[rank].start(dp.publish_step, 1, "rows", whole)
+    assert [rank.finish(60)["kind"] for rank in ranks] == ["full", "full"]
+    handle = on_all(ranks, dp.publish_step, 2)[0]
+    assert handle["kind"] == "delta"
+    assert receive(open_receiver("disk_delta"), handle) == dp.wire(dp.steps(2))
+
+
 def test_the_ranks_share_the_work(ranks, tmp_path):
     on_all(ranks, dp.open_disk, "disk", {"url": str(tmp_path)})
     on_all(ranks, dp.publish_step, 0)
