@@ -27,6 +27,12 @@ def require_transport(handle: Mapping[str, Any], transport: str, *fields: str) -
         raise WeightSyncError(f"not a whole handle of the {transport} transport: it lacks {', '.join(missing)}")
 
 
+def require_version(handle: Mapping[str, Any], manifest: Manifest) -> None:
+    """Raises WeightSyncError if a handle speaks of another version than what it leads to."""
+    if handle["version"] != manifest.version:
+        raise WeightSyncError(f"the handle says version {handle['version']}, what it leads to is {manifest.version}")
+
+
 def require_hashes(entries: Iterable[TensorEntry]) -> None:
     if any(entry.xxh3_128 is None for entry in entries):
         raise WeightSyncError("these weights were sent without hashes and cannot be verified")

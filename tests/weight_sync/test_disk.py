@@ -322,3 +322,15 @@ def test_many_syncs_stay_flat(engine, worker, tmp_path, transport):
         assert max(f["stored"] for f in later) < max(f["stored"] for f in earlier) + 100_000
         for key in ("fds", "threads"):
             assert max(f[key] for f in later) <= max(f[key] for f in earlier)
+
+
+def test_one_sender_at_a_time_writes_to_a_place(tmp_path, worker):
+    """The second is told, the first goes on; where the first has closed or died the second may write."""
+    mine = open_sender("disk", run_id="first", url=str(tmp_path), fsync=False)
+    mine.publish(1, [Shard.whole("w", torch.zeros(4))])
+    worker.call(dp.open_disk, "disk", {"url": str(tmp_path), "fsync": False})
+    with pytest.raises(WeightSyncError, match=f"another sender writes to {tmp_path}: give every run a place"):
+        worker.call(dp.publish_noise, 2, 1000)
+    mine.publish(2, [Shard.whole("w", torch.ones(4))])
+    mine.close()
+    assert worker.call(dp.publish_noise, 3, 1000)["version"] == 3

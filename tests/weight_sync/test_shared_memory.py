@@ -387,3 +387,12 @@ def test_tensors_outlive_their_receiver_and_sender(run_id):
 def test_run_id_must_be_part_of_a_file_name(run_id_given):
     with pytest.raises(WeightSyncError, match=r"run id .* cannot be part of a file name"):
         open_sender("shared_memory", run_id=run_id_given)
+
+
+def test_a_handle_of_another_version_than_its_segment(run_id):
+    sender, receiver = open_sender("shared_memory", run_id=run_id), open_receiver("shared_memory")
+    handle = sender.publish(3, [Shard.whole("w", torch.arange(5))])
+    with pytest.raises(WeightSyncError, match="the handle says version 4, what it leads to is 3"):
+        receiver.receive(handle | {"version": 4})
+    assert receiver.receive(handle).version == 3
+    sender.close()

@@ -50,7 +50,10 @@ class Payload:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(KB|MB|GB)?", text)
         if match is None:
             raise ValueError(f"payload {text!r} is neither one of {', '.join(QWEN3)} nor a size such as 100MB")
-        return cls(text, _shapes_of_size(int(float(match[1]) * UNITS[match[2] or ""])), changed)
+        nbytes = int(float(match[1]) * UNITS[match[2] or ""])
+        if nbytes < DTYPE.itemsize:
+            raise ValueError(f"payload {text!r} has no element of {DTYPE.itemsize} bytes")
+        return cls(text, _shapes_of_size(nbytes), changed)
 
     @property
     def nbytes(self) -> int:

@@ -2,9 +2,9 @@
 
 A small update changes few weights, and of those the low bits of the mantissa: the XOR of old and new is zero in most
 bytes, and zero nearly everywhere in the planes of the high bytes. XOR is exact for any dtype and any bits, NaNs
-included. After AdamW steps at a learning rate of 1e-6, 2 to 4 % of bf16 weights change; this packs them into about the
-same share of their bytes, smaller than a compressed list of positions and values, and 25 times smaller than the changed
-tensors compressed.
+included. After the first AdamW steps at a learning rate of 1e-6, 4 to 2 % of bf16 weights change; this packs them into
+about the same share of their bytes, smaller than a compressed list of positions and values, and 25 times smaller than the
+changed tensors compressed.
 
 A tensor is packed in chunks that stay in the processor's cache and that threads share. Its delta is the length of each
 chunk's frame (4 bytes, little-endian; 0: unchanged), then the frames.

@@ -154,6 +154,8 @@ class DiskSender(Sender):
         """Versions stay where they are."""
         self._previous, self._chain, self._plan = {}, [], None
         self._gatherer = Gatherer(self._gatherer.rank, self._gatherer.group)
+        self._history = None
+        self._store.release()
 
     def _agree(self, version: int, shards: Iterable[Shard], whole: bool) -> dict[Region, Shard]:
         """Collective: this rank's shards by region, once there is a plan for all ranks' shards. The chain ends if one
@@ -183,6 +185,7 @@ class DiskSender(Sender):
         if self._ranks.rank != 0:
             return "", 0
         if self._history is None:
+            self._store.claim()
             self._store.remove_leftovers()
             self._history = History(self._store)
         if not is_delta:  # how large a delta will be is not known

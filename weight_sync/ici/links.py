@@ -41,7 +41,11 @@ class Store:
 
     @classmethod
     def serve(cls, host: str, timeout_s: float) -> Store:
-        """A new store on a free port, which others reach under ``host``."""
+        """A new store on a free port, which others reach under ``host``. Raises ConnectionError for an unknown name."""
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            raise ConnectionError(f"host {host!r} cannot be found: {error}") from error
         store = dist.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), multi_tenant=False
         )

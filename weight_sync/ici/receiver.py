@@ -18,7 +18,7 @@ from weight_sync.ici.buckets import Bucket, FlatRegions, Staging, ignore, receiv
 from weight_sync.ici.links import Group, Store, one_line
 from weight_sync.ici.publication import Publication, Wants, read_publication
 from weight_sync.manifest import Manifest
-from weight_sync.receiver import require_hashes, require_transport
+from weight_sync.receiver import require_hashes, require_transport, require_version
 from weight_sync.sender import Region
 from weight_sync.transport import Handle, Received, Receiver
 
@@ -161,6 +161,7 @@ class IciReceiver(Receiver):
             raise StaleHandleError(
                 f"version {handle['version']}: the sender at {address[0]}:{address[1]} is gone: {one_line(error)}"
             ) from error
+        require_version(handle, publication.manifest)
         if self._verify:
             require_hashes(publication.manifest.tensors)
         return publication

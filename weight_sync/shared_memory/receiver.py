@@ -11,7 +11,7 @@ from weight_sync.errors import StaleHandleError, VerificationError, WeightSyncEr
 from weight_sync.hashing import default_threads, xxh3_128
 from weight_sync.manifest import Manifest
 from weight_sync.portions import share_out
-from weight_sync.receiver import require_transport, view_tensors, wrong_tensors
+from weight_sync.receiver import require_transport, require_version, view_tensors, wrong_tensors
 from weight_sync.shared_memory.segments import Segment
 from weight_sync.transport import Handle, Received, Receiver
 
@@ -50,6 +50,7 @@ class SharedMemoryReceiver(Receiver):
 
         check()
         manifest = self._read_manifest(segment, handle, check)
+        require_version(handle, manifest)
         if self._verify:
             self._check_hashes(segment, manifest, check)
         else:

@@ -38,6 +38,17 @@ class Store(ABC):
         """Committed directories."""
 
     @abstractmethod
+    def claim(self) -> None:
+        """Become the only sender that writes here, until ``release`` or the end of the process, where the place can tell.
+
+        Raises WeightSyncError if another sender is.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let another sender write here."""
+
+    @abstractmethod
     def remove_leftovers(self) -> None:
         """Remove what interrupted writes left behind."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -22,6 +24,7 @@ class LocalStore(Store):
     def __init__(self, root: Path, fsync: bool):
         self.root = root
         self._fsync = fsync
+        self._lock: IO[bytes] | None = None
 
     def __str__(self) -> str:
         return str(self.root)
@@ -29,6 +32,24 @@ class LocalStore(Store):
     def directories(self) -> list[str]:
         found = (path.parent.name for path in self.root.glob(f"*/{COMMIT_FILE}"))
         return [name for name in found if VERSION_DIRECTORY.fullmatch(name)]
+
+    def claim(self) -> None:
+        if self._lock is not None:
+            return
+        with _errors(f"write to {self.root}"):
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = open(self.root / ".sender", "wb")  # noqa: SIM115 - held until release
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise WeightSyncError(f"another sender writes to {self.root}: give every run a place of its own") from None
+        self._lock = lock
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def remove_leftovers(self) -> None:
         hidden = [path for end in (_WRITING, _REMOVING) for path in self.root.glob(f".*{end}")]
