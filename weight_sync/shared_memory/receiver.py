@@ -54,7 +54,7 @@ class SharedMemoryReceiver(Receiver):
         if self._verify:
             self._check_hashes(segment, manifest, check)
         else:
-            segment.forget_private_pages()
+            segment.forget_private_pages(self._threads)
         tensors = view_tensors(segment.data, manifest)
         stats = {"receive_s": time.perf_counter() - start, "total_bytes": manifest.total_bytes}
         return Received(version, manifest, tensors, check, stats)
@@ -92,7 +92,7 @@ class SharedMemoryReceiver(Receiver):
         wrong = wrong_tensors(segment.data, share_out(manifest.tensors, [0] * count)[index], self._threads)
         if wrong:
             # Pages this process wrote to in place (a model's loader may) do not follow the sender: look past them.
-            segment.forget_private_pages()
+            segment.forget_private_pages(self._threads)
             wrong = wrong_tensors(segment.data, wrong, self._threads)
         check()
         if wrong:

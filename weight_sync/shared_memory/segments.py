@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from weight_sync.errors import SpaceError, WeightSyncError
+from weight_sync.hashing import in_threads
 from weight_sync.receiver import map_private
 
 DIRECTORY = Path("/dev/shm")
@@ -139,24 +140,28 @@ class Segment:
     def holds(self, sequence: int) -> bool:
         return self.state == 2 * sequence
 
-    def forget_private_pages(self) -> None:
+    def forget_private_pages(self, threads: int) -> None:
         """See the sender's bytes again where this process wrote to a mapping from ``open``.
 
         Dropping pages without need would be dear: the next read of each takes a page fault.
         """
-        if self._has_private_pages():
+        pages = -(-len(self._mapping) // PAGE_BYTES)
+        part = -(-pages // threads)
+        if any(
+            in_threads(lambda start: self._is_private(start, min(part, pages - start)), range(0, pages, part), threads)
+        ):
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
-    def _has_private_pages(self) -> bool:
-        """Asks the kernel's page map: a word a page, whose upper bits say present, swapped, and of the shared file."""
-        pages = -(-len(self._mapping) // PAGE_BYTES)
+    def _is_private(self, start: int, count: int) -> bool:
+        """Whether one of ``count`` pages is this process' own. Asks the kernel's page map, which has a word a page whose
+        upper bits say present, swapped, and of the shared file."""
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-                pagemap.seek(self._address // PAGE_BYTES * 8)
-                words = np.frombuffer(pagemap.read(pages * 8), dtype=np.uint64)
+                pagemap.seek((self._address // PAGE_BYTES + start) * 8)
+                words = np.frombuffer(pagemap.read(count * 8), dtype=np.uint64)
         except OSError:
             words = []
-        if len(words) < pages:
+        if len(words) < count:
             return True  # a sandbox without a page map: nobody knows
         mapped = words >= _SWAPPED
         return bool((mapped & (words & _SHARED == 0)).any())
