@@ -193,6 +193,7 @@ def test_a_run_that_goes_back_keeps_its_newest(url):
     """Resumed from an older checkpoint: version 2 comes after version 5 of the time before."""
     sender = open_sender("disk", run_id="test", url=url)
     publish(sender, 4), publish(sender, 5)
+    sender.close()
     resumed = open_sender("disk", run_id="test", url=url)
     old, new = latest(url), publish(resumed, 2)
     assert receive(open_receiver("disk"), old) == dp.wire(dp.steps(5))

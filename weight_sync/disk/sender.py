@@ -132,6 +132,7 @@ class DiskSender(Sender):
             if self._ranks.rank == 0:
                 self._store.discard(directory)
                 self._history = None  # look again at what is there, and remove what was left
+                self._store.release()
             raise
         link = Link(directory, xxh3_128(text))
         if self._full_every > 1:
@@ -184,16 +185,17 @@ class DiskSender(Sender):
         """Rank 0: the name and number of a new directory, which is there for all ranks, hidden from readers."""
         if self._ranks.rank != 0:
             return "", 0
+        if not is_delta:
+            self._small_files = companion_files(self._model_dir, {e.dtype for e in self._plan.layout.tensors})
+            self._small_files[INDEX_FILE] = index_json([file for own in self._plan.files for file in own])
         if self._history is None:
             self._store.claim()
             self._store.remove_leftovers()
             self._history = History(self._store)
         if not is_delta:  # how large a delta will be is not known
-            tensors = self._plan.layout.tensors
-            self._small_files = companion_files(self._model_dir, {entry.dtype for entry in tensors})
-            self._small_files[INDEX_FILE] = index_json([file for own in self._plan.files for file in own])
             small = sum(map(len, self._small_files.values()))
-            self._store.require_space(sum(entry.nbytes for entry in tensors) + small + COMMIT_BYTES)
+            tensors = sum(entry.nbytes for entry in self._plan.layout.tensors)
+            self._store.require_space(tensors + small + COMMIT_BYTES)
         directory = directory_name(version, is_delta, self._history.directories)
         self._store.begin(directory)
         return directory, self._history.next_publish

@@ -6,10 +6,10 @@ import errno
 import fcntl
 import os
 import shutil
+import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -24,7 +24,7 @@ class LocalStore(Store):
     def __init__(self, root: Path, fsync: bool):
         self.root = root
         self._fsync = fsync
-        self._lock: IO[bytes] | None = None
+        self._unlock: weakref.finalize | None = None
 
     def __str__(self) -> str:
         return str(self.root)
@@ -34,22 +34,24 @@ class LocalStore(Store):
         return [name for name in found if VERSION_DIRECTORY.fullmatch(name)]
 
     def claim(self) -> None:
-        if self._lock is not None:
+        if self._unlock is not None:
             return
         with _errors(f"write to {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
-            lock = open(self.root / ".sender", "wb")  # noqa: SIM115 - held until release
+            lock = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.close()
+            os.close(lock)
             raise WeightSyncError(f"another sender writes to {self.root}: give every run a place of its own") from None
-        self._lock = lock
+        except OSError:
+            pass  # a network file system without locks on directories: nobody notices a second sender
+        self._unlock = weakref.finalize(self, os.close, lock)  # also when nobody has this object any more
 
     def release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
 
     def remove_leftovers(self) -> None:
         hidden = [path for end in (_WRITING, _REMOVING) for path in self.root.glob(f".*{end}")]
