@@ -244,3 +244,14 @@ def hash_together(
         for part in ranks.exchange(lambda: hash_entries(data, mine, threads)):
             hashes |= part
     return manifest.with_hashes(hashes)
+
+
+def stats_of(manifest: Manifest, start: float, agreed: float, copied: float, end: float) -> dict[str, float]:
+    """A sender's ``stats`` from the times [s] at which it began, all ranks agreed, had copied, and had hashed."""
+    return {
+        "prepare_s": agreed - start,
+        "copy_s": copied - agreed,
+        "hash_s": end - copied,
+        "total_s": end - start,
+        "total_bytes": manifest.total_bytes,
+    }

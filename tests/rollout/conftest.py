@@ -12,7 +12,7 @@ from tiny import make_config, make_model
 
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.rollout.sglang import SGLangEngine
-from weight_sync import remove_segments
+from weight_sync import Shard, open_sender, remove_segments
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +64,11 @@ def run_id():
     run_id = f"rollout-{secrets.token_hex(4)}"
     yield run_id
     remove_segments(run_id)
+
+
+@pytest.fixture
+def publish(run_id):
+    """Publishes named tensors under a version; the sender keeps two versions."""
+    sender = open_sender("shared_memory", run_id=run_id)
+    yield lambda version, tensors: sender.publish(version, [Shard.whole(*item) for item in tensors.items()])
+    sender.close()

@@ -38,14 +38,6 @@ def policy(model_dirs):
 
 
 @pytest.fixture
-def publish(run_id):
-    """Publishes named tensors under a version; the sender keeps two versions."""
-    sender = open_sender("shared_memory", run_id=run_id)
-    yield lambda version, tensors: sender.publish(version, [Shard.whole(*item) for item in tensors.items()])
-    sender.close()
-
-
-@pytest.fixture
 def update(engine, policy, publish, run):
     """Brings weights to the engine and to its twin."""
 

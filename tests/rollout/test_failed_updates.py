@@ -15,7 +15,6 @@ from tiny import changed, load_model, make_config, weights_of
 
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.types import SamplingParams
-from weight_sync import Shard, open_sender
 from weight_sync.shared_memory.segments import PAGE_BYTES
 
 PROMPT = [9, 30, 31, 32, 33, 50]
@@ -29,13 +28,6 @@ def fleet(model_dirs, local_ray, run, tmp_path_factory):
     fleet = run(Fleet.start(config, model_dir, tmp_path_factory.mktemp("run"), [options]))
     yield fleet
     run(fleet.close())
-
-
-@pytest.fixture
-def publish(run_id):
-    sender = open_sender("shared_memory", run_id=run_id)
-    yield lambda version, tensors: sender.publish(version, [Shard.whole(*item) for item in tensors.items()])
-    sender.close()
 
 
 @pytest.fixture

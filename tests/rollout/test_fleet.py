@@ -16,7 +16,6 @@ from tiny import changed, load_model, reference_logprobs, weights_of
 
 from rl_tpu.errors import RunError
 from rl_tpu.types import SamplingParams
-from weight_sync import Shard, open_sender
 
 PROMPT = [9, 30, 31, 32, 33, 50]
 
@@ -24,13 +23,6 @@ PROMPT = [9, 30, 31, 32, 33, 50]
 @pytest.fixture
 def policy(model_dirs):
     return load_model(model_dirs["tied"])
-
-
-@pytest.fixture
-def publish(run_id):
-    sender = open_sender("shared_memory", run_id=run_id)
-    yield lambda version, tensors: sender.publish(version, [Shard.whole(*item) for item in tensors.items()])
-    sender.close()
 
 
 async def restarted(fleet) -> None:

@@ -12,7 +12,6 @@ from tiny import changed, load_model, make_config, reference_logprobs, weights_o
 
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.types import SamplingParams
-from weight_sync import Shard, open_sender
 
 TOKENS = 2000
 PROMPT = [5, 40, 41, 42, 90, 91, 17, 200]
@@ -41,13 +40,6 @@ def fleet(model_dir, local_ray, run, tmp_path_factory):
     fleet = run(Fleet.start(config, model_dir, tmp_path_factory.mktemp("run"), [{"num_cpus": 0}]))
     yield fleet
     run(fleet.close())
-
-
-@pytest.fixture
-def publish(run_id):
-    sender = open_sender("shared_memory", run_id=run_id)
-    yield lambda version, tensors: sender.publish(version, [Shard.whole(*item) for item in tensors.items()])
-    sender.close()
 
 
 @pytest.fixture(params=MODES)

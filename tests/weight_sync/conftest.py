@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,26 @@ def run_id():
     yield run_id
     for path in Path("/dev/shm").glob(f"weight_sync.{run_id}*"):
         path.unlink()
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path):
+    """``small_tmpfs(megabytes)``: a file system of that size, in memory. Only root may mount one."""
+    mounted = []
+
+    def mount(megabytes: int) -> Path:
+        place = tmp_path / "tmpfs"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", place]
+        done = subprocess.run(command, capture_output=True, timeout=30)
+        if done.returncode:
+            pytest.skip(f"mounting a file system needs root: {done.stderr.decode().strip()}")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "--lazy", place], check=True, timeout=30)
 
 
 @pytest.fixture(scope="session")

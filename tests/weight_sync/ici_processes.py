@@ -137,38 +137,23 @@ def receive_rows(state, handle: dict) -> dict[str, set[float]]:
         return {name: set(tensor.unique().tolist()) for name, tensor in received.tensors.items()}
 
 
-def die_receiving(state, message: int) -> None:
-    """This process is killed when it receives its so many-eth message from now on."""
+def signal_receiving(state, message: int, signum: int) -> None:
+    """This process sends itself a signal, once, when it receives its so many-eth message from now on."""
     count = 0
     receive = Group.receive
 
-    def receive_or_die(self, data: torch.Tensor, rank: int):
+    def receive_or_signal(self, data: torch.Tensor, rank: int):
         nonlocal count
         count += 1
         if count == message:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signum)
         return receive(self, data, rank)
 
-    Group.receive = receive_or_die
+    Group.receive = receive_or_signal
 
 
 def close_receiver(state) -> None:
     state.pop("receiver").close()
-
-
-def stop_receiving(state, message: int) -> None:
-    """This process is stopped, once, when it receives its so many-eth message from now on."""
-    count = 0
-    receive = Group.receive
-
-    def receive_or_stop(self, data: torch.Tensor, rank: int):
-        nonlocal count
-        count += 1
-        if count == message:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return receive(self, data, rank)
-
-    Group.receive = receive_or_stop
 
 
 def draw_a_number(state, handle: dict) -> None:

@@ -42,6 +42,11 @@ def policy(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+def expected(seed: int) -> dict[str, tuple[str, tuple, bytes]]:
+    """What `receive` finds of ``policy(seed)``."""
+    return {name: (str(t.dtype), tuple(t.shape), bits(t)) for name, t in policy(seed).items()}
+
+
 def cut(name: str, tensor: torch.Tensor, dim: int, start: int, end: int) -> Shard:
     offsets = [0] * tensor.dim()
     offsets[dim] = start

@@ -217,13 +217,8 @@ def test_a_receiver_killed_in_mid_load_disturbs_nobody(tmp_path, trainer):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """8 MB of disk."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small tmpfs needs root")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+def small_disk(small_tmpfs):
+    return small_tmpfs(8)
 
 
 def test_a_version_that_does_not_fit_is_refused_before_it_is_written(small_disk, engine, ranks):

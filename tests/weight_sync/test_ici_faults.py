@@ -96,7 +96,7 @@ def test_a_receiver_that_dies_while_it_receives_breaks_only_its_own_link(start):
     ranks, (victim, other) = start.senders(2), start.receivers(2)
     on_all([victim, other], ici.receive, publish(ranks, 1))
     handle = publish(ranks, 2)
-    victim.call(ici.die_receiving, 3)
+    victim.call(ici.signal_receiving, 3, signal.SIGKILL)
     victim.start(ici.receive, handle)
     victim.process.join(30)
     assert victim.process.exitcode == -signal.SIGKILL
@@ -112,7 +112,7 @@ def test_a_receiver_that_hangs_holds_nobody_up_for_longer_than_the_deadline(star
     ranks, (stuck, other) = start.senders(2, timeout_s=4), start.receivers(2)
     on_all([stuck, other], ici.receive_rows, on_all(ranks, ici.publish_rows, 1, 6, 1_000_000)[0])
     handle = on_all(ranks, ici.publish_rows, 2, 6, 1_000_000)[0]
-    stuck.call(ici.stop_receiving, 2)
+    stuck.call(ici.signal_receiving, 2, signal.SIGSTOP)
     stuck.start(ici.receive_rows, handle)
     while "T (stopped)" not in Path(f"/proc/{stuck.process.pid}/status").read_text():
         time.sleep(0.01)

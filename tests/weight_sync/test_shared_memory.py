@@ -27,10 +27,6 @@ from weight_sync import (
 from weight_sync.shared_memory.segments import HEADER_BYTES
 
 
-def expected(seed: int) -> dict[str, tuple[str, tuple, bytes]]:
-    return {name: (str(t.dtype), tuple(t.shape), sp.bits(t)) for name, t in sp.policy(seed).items()}
-
-
 def segments(run_id: str) -> list[Path]:
     return sorted(Path("/dev/shm").glob(f"weight_sync.{run_id}.*"))
 
@@ -58,7 +54,7 @@ def test_one_rank_without_a_process_group(engine, run_id, slots):
         handle = sender.publish(version, sp.shards_of(sp.policy(version), 0, 1, "rows"))
         assert handle == json.loads(json.dumps(handle))
         assert handle["version"] == version
-        assert engine.call(sp.receive, handle) == expected(version)
+        assert engine.call(sp.receive, handle) == sp.expected(version)
     assert len(segments(run_id)) == slots
     sender.close()
     assert segments(run_id) == []
@@ -70,7 +66,7 @@ def test_two_ranks_write_their_own_shards(engine, ranks, run_id, how):
     for version in range(3):
         handles = on_all(ranks, sp.publish, version, version, how)
         assert handles[0] == handles[1]
-        assert engine.call(sp.receive, handles[0]) == expected(version)
+        assert engine.call(sp.receive, handles[0]) == sp.expected(version)
     manifests = on_all(ranks, sp.sender_manifest)
     assert manifests[0] == manifests[1]
     assert [t.name for t in Manifest.from_json(manifests[0]).tensors] == list(sp.policy(0))
@@ -82,7 +78,7 @@ def test_layout_may_change_between_versions(engine, ranks, run_id):
     on_all(ranks, sp.open_for, run_id, {})
     for version, how in enumerate(["rows", "columns", "uneven", "rows"]):
         handle = on_all(ranks, sp.publish, version, version, how)[0]
-        assert engine.call(sp.receive, handle) == expected(version)
+        assert engine.call(sp.receive, handle) == sp.expected(version)
         assert len(segments(run_id)) == 2
     on_all(ranks, sp.close_sender)
 
@@ -145,7 +141,7 @@ def test_one_corrupt_byte_is_refused_and_the_tensor_named(engine, run_id, name):
         engine.call(sp.receive, handle)
     assert caught.value.tensors == [name]
     handle = sender.publish(8, [Shard.whole(n, t) for n, t in sp.policy(8).items()])
-    assert engine.call(sp.receive, handle) == expected(8)
+    assert engine.call(sp.receive, handle) == sp.expected(8)
     sender.close()
 
 
@@ -247,7 +243,7 @@ def test_missing_coverage_names_the_tensor_on_every_rank(engine, ranks, run_id):
     assert [type(error) for error in errors] == [CoverageError, CoverageError]
     assert all(str(error).startswith(f"{name} [11, 130]: 780 of 1430 elements") for error in errors)
     handle = on_all(ranks, sp.publish, 4, 4, "rows")[0]
-    assert engine.call(sp.receive, handle) == expected(4)
+    assert engine.call(sp.receive, handle) == sp.expected(4)
     with pytest.raises(StaleHandleError):
         engine.call(sp.receive, good)
     on_all(ranks, sp.close_sender)
@@ -260,9 +256,9 @@ def test_a_failed_publish_spares_the_version_before(engine, ranks, run_id):
     for version in (3, 4, 5):
         errors = on_all(ranks, sp.publish_failing, version, 1)
         assert [str(error) for error in errors] == ["rank 1: OSError: device lost"] * 2
-        assert engine.call(sp.receive, good) == expected(2)
+        assert engine.call(sp.receive, good) == sp.expected(2)
     handle = on_all(ranks, sp.publish, 6, 6, "rows")[0]
-    assert engine.call(sp.receive, handle) == expected(6)
+    assert engine.call(sp.receive, handle) == sp.expected(6)
     on_all(ranks, sp.close_sender)
 
 

@@ -28,10 +28,6 @@ from weight_sync import (
 from weight_sync.shared_memory.segments import HEADER_BYTES, PAGE_BYTES
 
 
-def expected(seed: int) -> dict[str, tuple[str, tuple, bytes]]:
-    return {name: (str(t.dtype), tuple(t.shape), sp.bits(t)) for name, t in sp.policy(seed).items()}
-
-
 def segments(run_id: str, directory: Path = Path("/dev/shm")) -> list[Path]:
     return sorted(directory.glob(f"weight_sync.{run_id}.*"))
 
@@ -89,7 +85,7 @@ def test_sender_killed_in_mid_write(engine, trainer, run_id, tmp_path):
     new = publish_policy(sender, 8)
     assert len(segments(run_id)) == 2
     assert not half_written.exists()
-    assert engine.call(sp.receive, new) == expected(8)
+    assert engine.call(sp.receive, new) == sp.expected(8)
     with pytest.raises(StaleHandleError, match=r"is not on host .* may have been removed since"):
         open_receiver("shared_memory").receive(handle)
     sender.close()
@@ -103,7 +99,7 @@ def test_receiver_killed_in_mid_load(engine, trainer, run_id, tmp_path):
     wait_for((tmp_path / "loading").exists, "load")
     trainer.kill()
     for version in (2, 3, 4):
-        assert engine.call(sp.receive, publish_policy(sender, version)) == expected(version)
+        assert engine.call(sp.receive, publish_policy(sender, version)) == sp.expected(version)
     assert len(segments(run_id)) == 2
     sender.close()
 
@@ -135,17 +131,8 @@ def test_segment_removed_while_it_is_read_and_before(run_id):
 
 
 @pytest.fixture
-def small_memory(tmp_path):
-    """A memory file system of 16 MB."""
-    place = tmp_path / "shm"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True, timeout=30
-    )
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True, timeout=30)
+def small_memory(small_tmpfs):
+    return small_tmpfs(16)
 
 
 def test_too_small_a_place_is_told_and_enough_of_it_used(engine, run_id, small_memory):
@@ -235,7 +222,7 @@ def test_a_byte_flipped_in_the_header_is_refused_and_the_next_version_is_fine(en
         with pytest.raises(WeightSyncError, match=r"no weight segment, or its header is damaged|is no longer in"):
             (open_receiver("shared_memory") if fresh else receiver).receive(handle)
     handle = publish_policy(sender, 99)
-    assert engine.call(sp.receive, handle) == expected(99)
+    assert engine.call(sp.receive, handle) == sp.expected(99)
     receiver.receive(handle).check()
     sender.close()
 

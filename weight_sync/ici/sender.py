@@ -18,7 +18,7 @@ from weight_sync.ici.publication import Publication, publication_key, whole_regi
 from weight_sync.ici.serving import LinkServer
 from weight_sync.ici.sharded_hashes import ShardedHashes
 from weight_sync.manifest import Manifest
-from weight_sync.sender import Layout, Ranks, Region, agree, make_layout
+from weight_sync.sender import Layout, Ranks, Region, agree, make_layout, stats_of
 from weight_sync.shard import Shard
 from weight_sync.transport import Handle, Sender
 
@@ -91,15 +91,8 @@ class IciSender(Sender):
             manifest = self._hash(manifest, flat)
         digest = self._ranks.exchange(lambda: self._offer(manifest, flat))[0]
 
-        end = time.perf_counter()
         self.manifest = manifest
-        self.stats = {
-            "prepare_s": agreed - start,
-            "copy_s": copied - agreed,
-            "hash_s": end - copied,
-            "total_s": end - start,
-            "total_bytes": manifest.total_bytes,
-        }
+        self.stats = stats_of(manifest, start, agreed, copied, time.perf_counter())
         return {
             "transport": "ici",
             "version": version,

@@ -15,7 +15,7 @@ from weight_sync.errors import WeightSyncError, require_positive
 from weight_sync.hashing import default_threads, in_threads, xxh3_128
 from weight_sync.manifest import Manifest, aligned
 from weight_sync.receiver import view_tensors
-from weight_sync.sender import Layout, Ranks, Region, agree, hash_together, make_layout
+from weight_sync.sender import Layout, Ranks, Region, agree, hash_together, make_layout, stats_of
 from weight_sync.shard import Shard
 from weight_sync.shared_memory.copying import Copy, bytes_of, copy_tensors
 from weight_sync.shared_memory.segments import (
@@ -92,15 +92,8 @@ class SharedMemorySender(Sender):
         text = manifest.to_json().encode()
         self._ranks.exchange(lambda: self._finish(segment, manifest, text))
 
-        end = time.perf_counter()
         self.manifest = manifest
-        self.stats = {
-            "prepare_s": agreed - start,
-            "copy_s": copied - agreed,
-            "hash_s": end - copied,
-            "total_s": end - start,
-            "total_bytes": manifest.total_bytes,
-        }
+        self.stats = stats_of(manifest, start, agreed, copied, time.perf_counter())
         self._next_slot = (self._next_slot + 1) % self._slots
         return {
             "transport": "shared_memory",
