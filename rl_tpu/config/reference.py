@@ -13,7 +13,7 @@ from rl_tpu.config.schema import EvalSetConfig, PromptSourceConfig, RunConfig
 
 HEADER = """# Configuration reference
 
-Generated from `rl_tpu/config/schema.py` by `make docs`. Every key can be set on the command line
+Generated from `rl_tpu/config/schema/` by `make docs`. Every key can be set on the command line
 (`python -m rl_tpu.train +experiment=quickstart rollout.temperature=0.8`) or in a file of a group under `configs/`.
 Keys inside free dictionaries (`options`, `sets`, `server_options`) are added with a plus:
 `+reward.options.answer_format=boxed`.
@@ -65,7 +65,7 @@ def _type_name(annotation: Any) -> str:
     name = (
         annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
     )
-    name = re.sub(r"typing\.|rl_tpu\.config\.schema\.", "", name)
+    name = re.sub(r"typing\.|rl_tpu\.config\.schema\.(\w+\.)?", "", name)
     name = re.sub(r"Annotated\[(\w+), .*?\]\)?\]?", r"\1", name)
     return re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace("'", "`"), name).replace("|", "or")
 

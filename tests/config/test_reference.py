@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from rl_tpu.config import schema
 from rl_tpu.config.reference import reference
 
-SECTIONS = [c for c in vars(schema).values() if isinstance(c, type) and issubclass(c, schema.Section)]
+SECTIONS = [c for c in vars(schema).values() if isinstance(c, type) and issubclass(c, schema.base.Section)]
 
 
 def test_every_field_has_a_docstring():

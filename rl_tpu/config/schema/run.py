@@ -1,0 +1,79 @@
+"""A whole run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rl_tpu.config.schema.algorithm import AlgorithmConfig
+from rl_tpu.config.schema.base import Section
+from rl_tpu.config.schema.cluster import ClusterConfig
+from rl_tpu.config.schema.data import DataConfig
+from rl_tpu.config.schema.environment import EnvironmentConfig
+from rl_tpu.config.schema.evaluation import EvaluationConfig
+from rl_tpu.config.schema.reward import RewardConfig
+from rl_tpu.config.schema.rollout import RolloutConfig
+from rl_tpu.config.schema.tracking import TrackingConfig
+from rl_tpu.config.schema.trainer import TrainerConfig
+from rl_tpu.config.schema.weight_sync import WeightSyncConfig
+
+
+class ModelConfig(Section):
+    """The policy at version 0."""
+
+    path: str
+    """Hugging Face directory with config.json, safetensors weights and a tokenizer with a chat template."""
+    make: str | None = None
+    """A Python script that writes `path` when it does not exist yet, called as `script --out PATH`. Looked up in the
+    working directory, then beside configs/."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str
+    """Name of the run; its directories are grouped under it."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the data order, of sampling and of initialisation."""
+    run_dir: str | None = None
+    """Directory of the run; null makes runs/NAME/TIME."""
+    resume: str = "never"
+    """`never` refuses a run_dir that holds a run; `auto` continues its newest whole checkpoint, or starts; a path
+    continues that checkpoint."""
+    dry_run: bool = False
+    """Resolve and check everything, print placement and batch arithmetic, start nothing."""
+    model: ModelConfig
+    """The policy."""
+    data: DataConfig
+    """Training prompts."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """From prompt to sample."""
+    reward: RewardConfig
+    """Scoring."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Loss."""
+    rollout: RolloutConfig
+    """Engines and sampling."""
+    trainer: TrainerConfig
+    """Learning."""
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    """New policies to the engines."""
+    cluster: ClusterConfig
+    """The machine."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out prompts."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Metrics and dumps."""
+
+    @property
+    def trainer_ranks(self) -> int:
+        return self.cluster.trainer_chips * self.cluster.devices_per_chip
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def max_sample_tokens(self) -> int:
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens

@@ -1,0 +1,64 @@
+"""Learning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rl_tpu.config.schema.base import Count, NonNegative, Positive, Seconds, Section, Share
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    beta1: Share = 0.9
+    """Decay of the first moment."""
+    beta2: Share = 0.95
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: Count = 0
+    """Optimizer steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up; linear and cosine end at zero with the last step."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Global gradient norm is clipped to this."""
+
+
+class CheckpointConfig(Section):
+    """Saving the run."""
+
+    every_steps: Count = 0
+    """Steps between checkpoints; 0 saves only at the end and when the run is interrupted."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """Newest checkpoints kept."""
+    export_final: bool = True
+    """Write the final policy as a Hugging Face directory."""
+
+
+class TrainerConfig(Section):
+    """Learning: TorchTitan ranks."""
+
+    steps: Positive
+    """Rollout steps of the run."""
+    row_tokens: list[Positive] = Field(default=[2048], min_length=1)
+    """Allowed lengths of packed rows, ascending; each is one compiled program on an XLA device."""
+    rows_per_microbatch: Positive = 1
+    """Packed rows in one forward and backward per rank."""
+    param_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the forward and backward; master weights, gradients' reductions and optimizer stay float32."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and schedule."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    threads_per_rank: Positive = 1
+    """CPU threads of one rank."""
+    start_timeout_s: Seconds = 600.0
+    """Deadline for all ranks to build the model."""
+    step_timeout_s: Seconds = 3600.0
+    """Deadline of one call to the ranks (a step, a save)."""
