@@ -122,22 +122,33 @@ class Group:
 class PackedBatch:
     """Samples laid side by side in rows of one length L, R rows in all. Position t predicts token t+1.
 
-    input_ids        [R, L] int64    tokens; padding is a trailing document of its own
-    positions        [R, L] int64    restart at 0 with every sample: this is what marks the documents of a row
-    segment_ids      [R, L] int64    1, 2, ... per sample of the row, 0 for padding
-    labels           [R, L] int64    the next token of the same sample, else IGNORE_INDEX
-    loss_mask        [R, L] float32  1 where the predicted token was written by the policy
-    sampler_logprobs [R, L] float32  the engine's log-probability of the predicted token (0 where masked)
-    advantages       [R, L] float32  the sample's advantage, repeated over its predicted tokens (0 where masked)
+    A row holds segments. A segment is a whole sample, or with shared prompts either a prompt without its last token, or
+    that last token and one answer: an answer's tokens then see their own segment and the one named by prefix_ids.
+
+    input_ids           [R, L] int64    tokens; padding is a trailing segment of its own
+    positions           [R, L] int64    place of the token in its sample, from 0
+    segment_ids         [R, L] int64    1, 2, ... per segment of the row, 0 for padding
+    prefix_ids          [R, L] int64    the segment of the same row that the token sees besides its own, 0 for none
+    sample_ids          [R, L] int64    1 + index of the token's sample in the packed list, 0 for padding and shared prompts
+    labels              [R, L] int64    the next token of the same sample, else IGNORE_INDEX
+    loss_mask           [R, L] float32  1 where the predicted token was written by the policy
+    sampler_logprobs    [R, L] float32  the engine's log-probability of the predicted token (0 where masked)
+    old_logprobs        [R, L] float32  what the ratio compares with: the engine's, or the trainer's before the update
+    advantages          [R, L] float32  of the predicted token (0 where masked)
+    reference_logprobs  [R, L] float32  of the reference policy, where there is one
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     segment_ids: torch.Tensor
+    prefix_ids: torch.Tensor
+    sample_ids: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     sampler_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
     advantages: torch.Tensor
+    reference_logprobs: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -148,7 +159,8 @@ class PackedBatch:
         return self.input_ids.shape[1]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return dict(vars(self))
+        """The tensors that there are, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def select(self, rows: slice | list[int]) -> PackedBatch:
         """The given rows as a batch of their own."""

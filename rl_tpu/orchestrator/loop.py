@@ -164,7 +164,9 @@ def shape_rewards(groups: list[Group], config: RunConfig) -> dict[str, float]:
     for group in groups:
         if config.algorithm.overlong_buffer_tokens:
             penalties += [add_overlong_penalty(sample, config) for sample in group.samples]
-        advantages = group_advantages(group.rewards, config.algorithm.advantage)
+        advantages = group_advantages(
+            group.rewards, "group_std" if config.algorithm.scale == "group_std" else "group_mean"
+        )
         for sample, advantage in zip(group.samples, advantages, strict=True):
             sample.advantage = advantage
     return {"reward/overlong_mean": sum(penalties) / len(penalties)} if penalties else {}

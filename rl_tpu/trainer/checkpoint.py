@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import CheckpointException
 from rl_tpu.errors import UserError
 
 if TYPE_CHECKING:
-    from rl_tpu.trainer.model import Policy
     from rl_tpu.trainer.optimizer import PolicyOptimizer
+    from rl_tpu.trainer.policy import Policy
 
 # What distributed checkpointing raises for files that are missing, broken or of another model.
 _BAD_FILES = (CheckpointException, OSError, ValueError, RuntimeError)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from weight_sync import Shard, local_shards
 
 if TYPE_CHECKING:
-    from rl_tpu.trainer.model import Policy
+    from rl_tpu.trainer.policy import Policy
 
 # Files that make a directory of weights a model: configuration, tokenizer, chat template.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*")

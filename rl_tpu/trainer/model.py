@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.module import Module
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-from rl_tpu.algorithms.logprobs import label_logprobs
 from rl_tpu.devices import Device
 from rl_tpu.errors import UserError
-from rl_tpu.trainer.attention import document_mask
 from rl_tpu.trainer.families import model_spec
-from rl_tpu.types import PackedBatch
+from rl_tpu.trainer.policy import Policy, fsdp_modules
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan 0.3.0's default fails above one rank on torch 2.13.0."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The model on this rank, and how its parameters are called in Hugging Face's names.
-
-    `model` maps input_ids [R, L], positions [R, L] and attention_masks [R, 1, L, L] to logits [R, L, vocabulary]. Its
-    parameters are DTensors in float32, split over the ranks along their first dimension.
-    """
-
-    model: torch.nn.Module
-    adapter: BaseStateDictAdapter
-    device: torch.device
-
-    def logprobs(self, rows: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of every label (0 where there is none) and entropy of every prediction, both [R, L] float32,
-        under softmax(logits / temperature). The entropy carries no gradient."""
-        mask = document_mask(rows.segment_ids)
-        logits = self.model(rows.input_ids, positions=rows.positions, attention_masks=mask)
-        return label_logprobs(logits, rows.labels, temperature)
-
-    def reshard(self) -> None:
-        """Free the gathered weights. After a forward without a backward FSDP2 leaves its last group's in place."""
-        for module in fsdp_modules(self.model):
-            module.reshard()
 
 
 def build_policy(
@@ -90,10 +60,6 @@ def build_policy(
         model.init_weights(buffer_device=None)  # rotary tables, and the tie of embedding and head
     model.train()
     return Policy(model, spec.state_dict_adapter(spec.model, None), torch_device)
-
-
-def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

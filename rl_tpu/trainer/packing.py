@@ -95,6 +95,8 @@ def _fill(samples: Sequence[Sample], rows: list[list[int]], length: int) -> Pack
     input_ids = np.zeros(shape, np.int64)
     positions = np.zeros(shape, np.int64)
     segment_ids = np.zeros(shape, np.int64)
+    prefix_ids = np.zeros(shape, np.int64)
+    sample_ids = np.zeros(shape, np.int64)
     labels = np.full(shape, IGNORE_INDEX, np.int64)
     loss_mask = np.zeros(shape, np.float32)
     sampler_logprobs = np.zeros(shape, np.float32)
@@ -112,14 +114,19 @@ def _fill(samples: Sequence[Sample], rows: list[list[int]], length: int) -> Pack
             input_ids[row, start:end] = ids
             positions[row, start:end] = count[: len(ids)]
             segment_ids[row, start:end] = segment
+            sample_ids[row, start:end] = index + 1
             labels[row, start : end - 1] = ids[1:]
             loss_mask[row, predicts] = mask
             sampler_logprobs[row, predicts] = np.asarray(sample.logprobs, np.float32) * mask
             advantages[row, predicts] = sample.advantage * mask
             start = end
         positions[row, start:] = count[: length - start]
-    arrays = (input_ids, positions, segment_ids, labels, loss_mask, sampler_logprobs, advantages)
-    return PackedBatch(*map(torch.from_numpy, arrays))
+    return PackedBatch(
+        *map(torch.from_numpy, (input_ids, positions, segment_ids, prefix_ids, sample_ids, labels, loss_mask)),
+        sampler_logprobs=torch.from_numpy(sampler_logprobs),
+        old_logprobs=torch.from_numpy(sampler_logprobs.copy()),
+        advantages=torch.from_numpy(advantages),
+    )
 
 
 def _check(sample: Sample) -> None:

@@ -35,7 +35,7 @@ def test_every_value_of_a_sweep_is_checked():
         (["rollout.temperature=0"], ["rollout.temperature=0", "greater than 0"]),
         (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "greater than or equal to 2"]),
         (["trainer.steps=many"], ["trainer.steps='many'", "valid integer"]),
-        (["algorithm.advantage=mean"], ["algorithm.advantage='mean'", "group_std"]),
+        (["algorithm.scale=std"], ["algorithm.scale='std'", "group_std"]),
         (["weight_sync.delivery=broadcast"], ["delivery=broadcast needs weight_sync.transport ici", "shared_memory"]),
         (["weight_sync.pause_mode=wait"], ["weight_sync.pause_mode='wait'", "retract"]),
         (["model=qwen"], ["model/qwen", "qwen3_4b"]),

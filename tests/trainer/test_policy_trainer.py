@@ -54,7 +54,7 @@ def test_packed_logprobs_are_those_of_transformers(model_dirs, tied, temperature
 def test_without_the_document_mask_samples_would_see_each_other(model_dir, monkeypatch):
     samples = make_samples(12)
     batch = pack(samples, [128], 1, 2)
-    monkeypatch.setattr("rl_tpu.trainer.model.document_mask", causal_only)
+    monkeypatch.setattr("rl_tpu.trainer.policy.document_mask", causal_only)
     with one_rank(model_dir) as trainer:
         logprobs = trainer.logprobs(batch)
     assert worst_difference(tiny_qwen3(True), samples, batch, logprobs) > 0.1

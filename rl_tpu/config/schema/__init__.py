@@ -4,7 +4,7 @@ One file for each group of `configs/`. Units stand in the field's name or docstr
 help text, the text of its error and its line in docs/configuration.md.
 """
 
-from rl_tpu.config.schema.algorithm import AlgorithmConfig
+from rl_tpu.config.schema.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from rl_tpu.config.schema.cluster import ClusterConfig
 from rl_tpu.config.schema.data import DataConfig, PromptSourceConfig
 from rl_tpu.config.schema.environment import EnvironmentConfig
@@ -13,19 +13,22 @@ from rl_tpu.config.schema.reward import RewardConfig
 from rl_tpu.config.schema.rollout import RolloutConfig
 from rl_tpu.config.schema.run import ModelConfig, RunConfig
 from rl_tpu.config.schema.tracking import TrackingConfig, WandbConfig
-from rl_tpu.config.schema.trainer import CheckpointConfig, OptimizerConfig, TrainerConfig
+from rl_tpu.config.schema.trainer import CheckpointConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from rl_tpu.config.schema.weight_sync import WeightSyncConfig
 
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "ClusterConfig",
+    "CorrectionConfig",
     "DataConfig",
     "EnvironmentConfig",
     "EvalSetConfig",
     "EvaluationConfig",
+    "KLConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "PromptSourceConfig",
     "RewardConfig",
     "RolloutConfig",

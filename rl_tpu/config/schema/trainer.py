@@ -41,6 +41,18 @@ class CheckpointConfig(Section):
     """Write the final policy as a Hugging Face directory."""
 
 
+class ParallelConfig(Section):
+    """How the trainer's ranks share the policy: ranks = replicas x sharded ranks x tensor."""
+
+    tensor: Positive = 1
+    """Ranks that share every layer's matrices (tensor parallelism); they see the same rows."""
+    replicas: Positive = 1
+    """Copies of the sharded policy (HSDP): gradients are summed over them, parameters are gathered within one."""
+    sharding: Literal["fsdp2", "simple_fsdp"] = "fsdp2"
+    """How parameters are sharded over the remaining ranks: torch's FSDP2, or SimpleFSDP, whose collectives a compiler
+    sees."""
+
+
 class TrainerConfig(Section):
     """Learning: TorchTitan ranks."""
 
@@ -52,6 +64,18 @@ class TrainerConfig(Section):
     """Packed rows in one forward and backward per rank."""
     param_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the forward and backward; master weights, gradients' reductions and optimizer stay float32."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the ranks share the policy."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward computes again instead of keeping it: nothing, what is cheap to compute, every block."""
+    compile: bool = False
+    """Compile every transformer block (torch.compile)."""
+    offload_reference: bool = False
+    """Keep the reference policy in host memory and bring its layers to the device as they are needed."""
+    share_prompts: bool = False
+    """Lay a prompt once beside all its answers in a row, so that it is computed once."""
+    max_skipped_updates: Positive = 10
+    """So many updates in a row without a finite gradient end the run."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and schedule."""
     checkpoint: CheckpointConfig = CheckpointConfig()
