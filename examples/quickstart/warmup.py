@@ -54,7 +54,7 @@ PROBLEMS = PromptSourceConfig(
 TRAINER = TrainerConfig(
     steps=STEPS,
     row_tokens=[128],
-    rows_per_microbatch=8,
+    microbatch_tokens=1024,
     param_dtype="float32",
     optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=20, decay="linear"),
     threads_per_rank=1,  # on a busy machine two of them wait for each other most of the time
@@ -205,7 +205,7 @@ def warm_up(out: Path, steps: int, seed: int) -> float:
         trainer = PolicyTrainer(config, AlgorithmConfig(), Path(untrained), seed=seed, loss="supervised")
         try:
             for samples in track(batches, total=steps, description="Warm-up"):
-                metrics = trainer.update(pack(samples, config.row_tokens, 1, config.rows_per_microbatch))
+                metrics = trainer.update(pack(samples, config.row_tokens, 1, config.microbatch_tokens))
             trainer.export_hf(out)
         finally:
             trainer.close()

@@ -190,7 +190,7 @@ def minibatches(groups: list[Group], config: RunConfig) -> list[PackedBatch]:
     size = len(samples) // config.algorithm.minibatches
     parts = [samples[start : start + size] for start in range(0, len(samples), size)]
     trainer = config.trainer
-    return [pack(part, trainer.row_tokens, config.trainer_ranks, trainer.rows_per_microbatch) for part in parts]
+    return [pack(part, trainer.row_tokens, config.trainer_ranks, trainer.microbatch_tokens) for part in parts]
 
 
 def due(step: int, every: int) -> bool:

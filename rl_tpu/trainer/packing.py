@@ -17,11 +17,11 @@ from rl_tpu.types import IGNORE_INDEX, PackedBatch, Sample
 
 
 def pack(
-    samples: Sequence[Sample], row_tokens: Sequence[int], ranks: int = 1, rows_per_microbatch: int = 1
+    samples: Sequence[Sample], row_tokens: Sequence[int], ranks: int = 1, microbatch_tokens: int | None = None
 ) -> PackedBatch:
     """Pack `samples` (each with its advantage set) into rows of the length in `row_tokens` that wastes the least.
 
-    The batch has R rows, R a multiple of ranks * rows_per_microbatch; rows without a sample fill up the last ones. Rank r
+    The batch has R rows, R a multiple of ranks x `rows_per_microbatch`; rows without a sample fill up the last ones. Rank r
     owns the rows r * R / ranks up to (r + 1) * R / ranks (`rank_rows`), and the ranks' shares hold about equally many
     tokens. The result depends on the arguments alone.
 
@@ -37,16 +37,21 @@ def pack(
         )
     for sample in samples:
         _check(sample)
-    multiple = ranks * rows_per_microbatch
     candidates = [
-        (_round_up(len(rows), multiple) * length, length, rows)
+        (_round_up(len(rows), ranks * rows_per_microbatch(length, microbatch_tokens)) * length, length, rows)
         for length in sorted(row_tokens)
         if length >= max(lengths)
         for rows in [best_fit_decreasing(lengths, length)]
     ]
-    _, length, rows = min(candidates, key=lambda candidate: candidate[:2])
-    rows += [[] for _ in range(-len(rows) % multiple)]
+    positions, length, rows = min(candidates, key=lambda candidate: candidate[:2])
+    rows += [[] for _ in range(positions // length - len(rows))]
     return _fill(samples, _balance(rows, lengths, ranks), length)
+
+
+def rows_per_microbatch(row_tokens: int, microbatch_tokens: int | None) -> int:
+    """Rows of `row_tokens` that one forward and backward of a rank holds: as many as `microbatch_tokens` allow (None:
+    one), and at least one."""
+    return max(1, (microbatch_tokens or 0) // row_tokens)
 
 
 def rank_rows(batch: PackedBatch, rank: int, ranks: int) -> slice:

@@ -15,7 +15,7 @@ from rl_tpu.algorithms.losses import clipped_policy_loss, supervised_loss, token
 from rl_tpu.config.schema import AlgorithmConfig, TrainerConfig
 from rl_tpu.devices import get_device, prepare_torchtitan
 from rl_tpu.trainer import checkpoint, export, process_group
-from rl_tpu.trainer.packing import rank_rows
+from rl_tpu.trainer.packing import rank_rows, rows_per_microbatch
 from rl_tpu.trainer.tally import Tally
 from rl_tpu.types import PackedBatch
 from weight_sync import Shard
@@ -100,7 +100,9 @@ class PolicyTrainer:
         tally = Tally()
         for rows, row_weights in zip(
             self._microbatches(minibatch.select(own)),
-            weights[own].to(self.policy.device).split(self.config.rows_per_microbatch),
+            weights[own]
+            .to(self.policy.device)
+            .split(rows_per_microbatch(minibatch.row_tokens, self.config.microbatch_tokens)),
             strict=True,
         ):
             logprobs, entropy = self.policy.logprobs(rows, self.temperature)
@@ -157,8 +159,9 @@ class PolicyTrainer:
 
     def _microbatches(self, rows: PackedBatch) -> Iterator[PackedBatch]:
         """The rows, so many at a time, on the device."""
-        for start in range(0, rows.rows, self.config.rows_per_microbatch):
-            part = rows.select(slice(start, start + self.config.rows_per_microbatch))
+        count = rows_per_microbatch(rows.row_tokens, self.config.microbatch_tokens)
+        for start in range(0, rows.rows, count):
+            part = rows.select(slice(start, start + count))
             yield PackedBatch(**{name: tensor.to(self.policy.device) for name, tensor in part.tensors().items()})
 
     def _token_loss(self, rows: PackedBatch, logprobs: torch.Tensor, tally: Tally) -> torch.Tensor:

@@ -21,7 +21,7 @@ def test_a_checkpoint_that_is_missing_or_damaged_is_refused(model_dir, tmp_path)
             data.write_bytes(data.read_bytes()[:1000])
 
     with one_rank(model_dir) as trainer:
-        trainer.update(pack(make_samples(6), [64], 1, 2))
+        trainer.update(pack(make_samples(6), [64], 1, 128))
         before = trainer.full_tensors()
         for name in ("whole", "no metadata", "no data", "cut"):
             trainer.save(tmp_path / name)

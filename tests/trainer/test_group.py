@@ -46,7 +46,7 @@ def ray_started():
 
 
 def test_a_group_of_two_ranks_does_what_one_rank_does(ray_started, model_dir, tmp_path):
-    batches = [pack(make_samples(8, seed), [64], 2, 2) for seed in (0, 1)]
+    batches = [pack(make_samples(8, seed), [64], 2, 128) for seed in (0, 1)]
     run_id = uuid.uuid4().hex[:8]
 
     async def use_group() -> dict:
@@ -101,7 +101,7 @@ def test_a_group_of_two_ranks_does_what_one_rank_does(ray_started, model_dir, tm
 
 
 def test_a_rank_that_dies_is_named_and_nothing_waits_for_it(ray_started, model_dir, tmp_path):
-    batch = pack(make_samples(8), [64], 2, 2)
+    batch = pack(make_samples(8), [64], 2, 128)
 
     async def lose_one() -> None:
         options = [{"num_cpus": 0.5}] * 2

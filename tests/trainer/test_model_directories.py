@@ -93,7 +93,7 @@ def test_a_bfloat16_model_is_trained_in_bfloat16_and_exported_as_such(copy, tmp_
     model.save_pretrained(copy)
     byte_tokenizer.save_pretrained(copy)
     samples = make_samples(8)
-    batch = pack(samples, [64], 1, 2)
+    batch = pack(samples, [64], 1, 128)
     exact = model.float()
     with one_rank(copy, param_dtype="bfloat16") as trainer:
         logprobs = trainer.logprobs(batch)

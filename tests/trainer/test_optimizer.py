@@ -45,7 +45,7 @@ def test_several_updates_are_torchs_adamw_on_the_transformers_model(model_dir):
     model, batches = tiny_qwen3(True).train(), [make_samples(6, seed) for seed in range(4)]
     config = trainer_config(optimizer=CONFIG, steps=4)
     trainer = PolicyTrainer(config, AlgorithmConfig(), model_dir, loss="supervised")
-    metrics = [trainer.update(pack(samples, [64], 1, 2)) for samples in batches]
+    metrics = [trainer.update(pack(samples, [64], 1, 128)) for samples in batches]
     ours = trainer.full_tensors()
     trainer.close()
 

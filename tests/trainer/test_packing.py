@@ -9,7 +9,7 @@ import torch
 from tiny_policy import make_samples
 
 from rl_tpu.errors import RunError, UserError
-from rl_tpu.trainer.packing import best_fit_decreasing, pack, padding_share, rank_rows
+from rl_tpu.trainer.packing import best_fit_decreasing, pack, padding_share, rank_rows, rows_per_microbatch
 from rl_tpu.types import IGNORE_INDEX, PackedBatch, Sample
 
 
@@ -40,12 +40,12 @@ def as_packed(sample: Sample) -> tuple:
 @pytest.mark.parametrize("seed", range(20))
 def test_every_sample_is_packed_once_and_whole(seed):
     draw = random.Random(seed)
-    ranks, rows_per_microbatch = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
+    ranks, microbatch_tokens = draw.choice([1, 2, 3]), draw.choice([None, 100, 300])
     samples = make_samples(draw.randint(1, 40), seed)
     row_tokens = sorted(draw.sample([60, 64, 100, 128, 256], draw.randint(1, 3)))
-    batch = pack(samples, row_tokens, ranks, rows_per_microbatch)
+    batch = pack(samples, row_tokens, ranks, microbatch_tokens)
     assert batch.row_tokens in row_tokens
-    assert batch.rows % (ranks * rows_per_microbatch) == 0
+    assert batch.rows % (ranks * rows_per_microbatch(batch.row_tokens, microbatch_tokens)) == 0
     assert sorted(map(str, unpack(batch))) == sorted(map(str, map(as_packed, samples)))
     padding = batch.segment_ids == 0
     for tensor in (batch.input_ids, batch.loss_mask, batch.sampler_logprobs, batch.advantages):
@@ -53,14 +53,14 @@ def test_every_sample_is_packed_once_and_whole(seed):
     assert (batch.labels[padding] == IGNORE_INDEX).all()
     real = sum(sample.total_tokens for sample in samples)
     assert padding_share(batch) == pytest.approx(1 - real / (batch.rows * batch.row_tokens), abs=1e-6)
-    again = pack(samples, row_tokens, ranks, rows_per_microbatch)
+    again = pack(samples, row_tokens, ranks, microbatch_tokens)
     assert all(torch.equal(a, b) for a, b in zip(batch.tensors().values(), again.tensors().values(), strict=True))
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_ranks_share_rows_and_tokens_evenly(seed):
     ranks = 2 + seed % 3
-    batch = pack(make_samples(60, seed), [128], ranks, 1)
+    batch = pack(make_samples(60, seed), [128], ranks)
     tokens = [int((batch.select(rank_rows(batch, rank, ranks)).segment_ids > 0).sum()) for rank in range(ranks)]
     assert sum(tokens) == int((batch.segment_ids > 0).sum())
     assert max(tokens) - min(tokens) <= 128

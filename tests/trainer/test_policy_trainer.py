@@ -44,7 +44,7 @@ def worst_difference(
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_packed_logprobs_are_those_of_transformers(model_dirs, tied, temperature):
     samples = make_samples(12)
-    batch = pack(samples, [128], 1, 2)
+    batch = pack(samples, [128], 1, 256)
     with one_rank(model_dirs[tied], temperature=temperature) as trainer:
         logprobs = trainer.logprobs(batch)
     assert worst_difference(tiny_qwen3(tied), samples, batch, logprobs, temperature) < 1e-5
@@ -53,7 +53,7 @@ def test_packed_logprobs_are_those_of_transformers(model_dirs, tied, temperature
 
 def test_without_the_document_mask_samples_would_see_each_other(model_dir, monkeypatch):
     samples = make_samples(12)
-    batch = pack(samples, [128], 1, 2)
+    batch = pack(samples, [128], 1, 256)
     monkeypatch.setattr("rl_tpu.trainer.policy.document_mask", causal_only)
     with one_rank(model_dir) as trainer:
         logprobs = trainer.logprobs(batch)
@@ -76,7 +76,7 @@ def with_logprobs_of(model, samples: list[Sample], temperature: float = 1.0, noi
 
 def test_the_first_step_at_a_temperature_has_ratio_one(model_dir):
     samples = with_logprobs_of(tiny_qwen3(True), make_samples(12), temperature=0.6)
-    batch = pack(samples, [128], 1, 2)
+    batch = pack(samples, [128], 1, 256)
     with one_rank(model_dir, temperature=0.6) as trainer:
         first, second = trainer.update(batch), trainer.update(batch)
     assert first["train/ratio_mean"] == pytest.approx(1, abs=1e-5)
@@ -95,7 +95,7 @@ def test_loss_and_statistics_equal_those_computed_token_by_token(model_dir, aggr
     samples = with_logprobs_of(model, make_samples(12), noise=0.5)
     algorithm = AlgorithmConfig(aggregation=aggregation, clip_low=0.1, clip_high=0.2)
     with one_rank(model_dir, algorithm) as trainer:
-        metrics = trainer.update(pack(samples, [64, 128], 1, 2))
+        metrics = trainer.update(pack(samples, [64, 128], 1, 128))
     losses, ratios, differences, clipped = [], [], [], 0
     for sample in samples:
         own = []
@@ -140,11 +140,11 @@ def gradients(trainer, batch: PackedBatch) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
 def test_the_number_of_microbatches_does_not_change_the_gradient(model_dir, aggregation):
-    batch = pack(make_samples(14), [64], 1, 8)
+    batch = pack(make_samples(14), [64], 1, 512)
     assert batch.rows == 8
     found = []
-    for rows_per_microbatch in (8, 1):
-        with one_rank(model_dir, AlgorithmConfig(aggregation=aggregation), rows_per_microbatch) as trainer:
+    for microbatch_tokens in (512, 64):
+        with one_rank(model_dir, AlgorithmConfig(aggregation=aggregation), microbatch_tokens) as trainer:
             found.append(gradients(trainer, batch))
     whole, cut = found
     for name in whole:
@@ -153,7 +153,7 @@ def test_the_number_of_microbatches_does_not_change_the_gradient(model_dir, aggr
 
 def test_supervised_loss_and_gradient_are_those_of_transformers(model_dir):
     model, samples = tiny_qwen3(True).train(), make_samples(10)
-    batch = pack(samples, [128], 1, 2)
+    batch = pack(samples, [128], 1, 256)
     with one_rank(model_dir, loss="supervised") as trainer:
         grads = gradients(trainer, batch)
     with one_rank(model_dir, loss="supervised") as trainer:
@@ -180,12 +180,12 @@ def test_supervised_loss_and_gradient_are_those_of_transformers(model_dir):
 
 def test_an_update_that_is_not_finite_changes_nothing(model_dir):
     samples = make_samples(6)
-    good = pack(samples, [128], 1, 2)
+    good = pack(samples, [128], 1, 256)
     samples[2].advantage = math.inf
     samples[2].loss_mask[-1] = 1
     with one_rank(model_dir) as trainer:
         before = trainer.full_tensors()
-        skipped = trainer.update(pack(samples, [128], 1, 2))
+        skipped = trainer.update(pack(samples, [128], 1, 256))
         after = trainer.full_tensors()
         assert skipped["train/skipped_updates"] == 1
         assert not math.isfinite(skipped["train/grad_norm"])
@@ -197,7 +197,7 @@ def test_an_update_that_is_not_finite_changes_nothing(model_dir):
 
 
 def test_rows_packed_for_other_ranks_are_refused(model_dir):
-    batch = pack(make_samples(4), [128], 1, 1)
+    batch = pack(make_samples(4), [128], 1)
     batch = batch.select(slice(0, 1))
     with one_rank(model_dir) as trainer:
         trainer.ranks = 2

@@ -52,7 +52,7 @@ def run_ranks(ranks: int, arguments: list[Path], logs: Path) -> None:
 def all_runs(model_dirs, tmp_path_factory) -> Path:
     """OUT_DIR of both models on one rank (in this process) and on two, which also load what the one saved."""
     root = tmp_path_factory.mktemp("ranks")
-    torch.save(pack(make_samples(14), [64], 2, 2).tensors(), root / "batch.pt")
+    torch.save(pack(make_samples(14), [64], 2, 128).tensors(), root / "batch.pt")
     arguments = [root / "batch.pt"]
     for directory in model_dirs.values():
         one, two = root / directory.name / "1", root / directory.name / "2"

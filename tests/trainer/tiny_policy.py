@@ -34,12 +34,12 @@ def tiny_qwen3(tied: bool) -> Qwen3ForCausalLM:
 def one_rank(
     model_dir: Path,
     algorithm: AlgorithmConfig | None = None,
-    rows_per_microbatch: int = 2,
+    microbatch_tokens: int = 128,
     param_dtype: str = "float32",
     **options: Any,
 ) -> Iterator[PolicyTrainer]:
     """A trainer that is the only rank, in this process."""
-    config = trainer_config(rows_per_microbatch, param_dtype=param_dtype)
+    config = trainer_config(microbatch_tokens, param_dtype=param_dtype)
     trainer = PolicyTrainer(config, algorithm or AlgorithmConfig(), model_dir, **options)
     try:
         yield trainer
@@ -47,11 +47,11 @@ def one_rank(
         trainer.close()
 
 
-def trainer_config(rows_per_microbatch: int = 2, **options: Any) -> TrainerConfig:
+def trainer_config(microbatch_tokens: int = 128, **options: Any) -> TrainerConfig:
     optimizer = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
     return TrainerConfig(
         **{"steps": 10, "row_tokens": [64, 128], "param_dtype": "float32", "optimizer": optimizer}
-        | {"rows_per_microbatch": rows_per_microbatch}
+        | {"microbatch_tokens": microbatch_tokens}
         | options
     )
 

@@ -60,8 +60,8 @@ class TrainerConfig(Section):
     """Rollout steps of the run."""
     row_tokens: list[Positive] = Field(default=[2048], min_length=1)
     """Allowed lengths of packed rows, ascending; each is one compiled program on an XLA device."""
-    rows_per_microbatch: Positive = 1
-    """Packed rows in one forward and backward per rank."""
+    microbatch_tokens: Positive | None = None
+    """Tokens of one forward and backward per rank: as many packed rows as fit, at least one; null: one row."""
     param_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the forward and backward; master weights, gradients' reductions and optimizer stay float32."""
     parallel: ParallelConfig = ParallelConfig()
