@@ -11,8 +11,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are held within plus and minus this, so that no single token makes a batch infinite."""
+from rl_tpu.algorithms.ratios import MAX_LOG_RATIO
+from rl_tpu.algorithms.supervised import supervised_loss
+
+__all__ = ["MAX_LOG_RATIO", "PolicyLoss", "clipped_policy_loss", "supervised_loss", "token_weights"]
 
 
 class PolicyLoss(NamedTuple):
@@ -51,11 +53,6 @@ def clipped_policy_loss(
         ratio=ratio.detach() * mask,
         clipped=(bounded < plain).to(mask.dtype) * mask,
     )
-
-
-def supervised_loss(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy per token, [R, L]: minus the log-probability of every token under the mask."""
-    return -torch.where(mask.bool(), logprobs, 0.0)
 
 
 def token_weights(

@@ -1,0 +1,10 @@
+"""The loss of learning from examples."""
+
+from __future__ import annotations
+
+import torch
+
+
+def supervised_loss(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy per token, [R, L]: minus the log-probability of every token under the mask."""
+    return -torch.where(mask > 0, logprobs, 0.0)
