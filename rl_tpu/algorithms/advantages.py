@@ -21,7 +21,7 @@ def advantages(groups: Sequence[Sequence[float]], baseline: Baseline, scale: Sca
 
     Baseline:
     group_mean     the mean of the group (GRPO, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783)
-    leave_one_out  the mean of the others in the group (RLOO, arXiv 2402.14740, eq. 9)
+    leave_one_out  the mean of the others in the group (RLOO, arXiv 2402.14740)
     batch_mean     the mean of the batch (REINFORCE++, arXiv 2501.03262)
     none           0
 

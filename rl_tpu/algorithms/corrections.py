@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from rl_tpu.algorithms.aggregation import sample_sums
+from rl_tpu.algorithms.masked import difference, usable_tokens
 from rl_tpu.algorithms.mismatch import effective_sample_size
-from rl_tpu.algorithms.ratios import MAX_LOG_RATIO, difference, usable_tokens
+from rl_tpu.algorithms.ratios import MAX_LOG_RATIO
 
 
 class Correction(NamedTuple):

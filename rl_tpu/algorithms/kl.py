@@ -6,7 +6,8 @@ from typing import Literal
 
 import torch
 
-from rl_tpu.algorithms.ratios import MAX_LOG_RATIO, at_least_float32
+from rl_tpu.algorithms.masked import at_least_float32
+from rl_tpu.algorithms.ratios import MAX_LOG_RATIO
 
 
 def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rl_tpu.algorithms.aggregation import sample_sums
-from rl_tpu.algorithms.ratios import MAX_LOG_RATIO, at_least_float32, difference, usable_tokens
+from rl_tpu.algorithms.masked import at_least_float32, difference, usable_tokens
+from rl_tpu.algorithms.ratios import MAX_LOG_RATIO
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from rl_tpu.algorithms.masked import masked
 from rl_tpu.errors import UserError
 from rl_tpu.registry import check_options, describe, lookup
 
@@ -44,7 +45,7 @@ def clip(
 
     loss = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); clip_high > clip_low is DAPO's clip-higher
     (arXiv 2503.14476, eq. 10). Where A < 0 and there is a dual_clip c the loss is at most -c * A
-    (arXiv 1912.09729, eq. 5). Where a bound decided the loss there is no gradient.
+    (arXiv 1912.09729). Where a bound decided the loss there is no gradient.
 
     log_ratio   [R, L]  of token or sequence (`rl_tpu.algorithms.ratios`), with gradient
     logprobs    [R, L]  of the policy being trained; not looked at
@@ -60,7 +61,7 @@ def clip(
         most = -bounds.dual_clip * advantages
         too_much = (advantages < 0) & (loss > most)
         loss, clipped = torch.where(too_much, most, loss), clipped | too_much
-    return _masked(loss, ratio, clipped, mask)
+    return _under(mask, loss, ratio, clipped)
 
 
 def cispo(
@@ -78,12 +79,11 @@ def cispo(
     """
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - bounds.clip_low, 1 + bounds.clip_high)
-    return _masked(-weight * advantages * logprobs, ratio, weight != ratio, mask)
+    return _under(mask, -weight * advantages * logprobs, ratio, weight != ratio)
 
 
-def _masked(loss: torch.Tensor, ratio: torch.Tensor, clipped: torch.Tensor, mask: torch.Tensor) -> Objective:
-    inside = mask > 0
-    return Objective(torch.where(inside, loss, 0.0), ratio.detach() * inside, (clipped & inside).to(ratio.dtype))
+def _under(mask: torch.Tensor, loss: torch.Tensor, ratio: torch.Tensor, clipped: torch.Tensor) -> Objective:
+    return Objective(masked(loss, mask), masked(ratio.detach(), mask), masked(clipped.to(ratio.dtype), mask))
 
 
 OBJECTIVES = {

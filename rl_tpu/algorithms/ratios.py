@@ -6,29 +6,10 @@ from typing import Literal
 
 import torch
 
+from rl_tpu.algorithms.masked import difference
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within plus and minus this, so that no single token makes a batch infinite."""
-
-
-def usable_tokens(mask: torch.Tensor, *logprobs: torch.Tensor) -> torch.Tensor:
-    """The mask [R, L], float32, without tokens any of whose log-probabilities is not finite.
-
-    What it drops is to be counted by the caller: `(mask - usable_tokens(mask, ...)).sum()`.
-    """
-    usable = mask > 0
-    for values in logprobs:
-        usable = usable & values.isfinite()
-    return usable.float()
-
-
-def at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    """Half precision is widened: neither ratios nor sums over thousands of tokens fit into it."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-
-
-def difference(logprobs: torch.Tensor, others: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`logprobs - others` under the mask, 0 elsewhere whatever stands there; [R, L] in float32 or better."""
-    return torch.where(mask > 0, at_least_float32(logprobs) - at_least_float32(others), 0.0)
 
 
 def log_ratio(

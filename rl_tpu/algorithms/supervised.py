@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from rl_tpu.algorithms.masked import masked
+
 
 def supervised_loss(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Cross-entropy per token, [R, L]: minus the log-probability of every token under the mask."""
-    return -torch.where(mask > 0, logprobs, 0.0)
+    return -masked(logprobs, mask)
