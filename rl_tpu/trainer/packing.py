@@ -6,46 +6,70 @@ of equal micro-batches. Segment ids and positions are made here, on the host.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from rl_tpu.errors import RunError, UserError
+from rl_tpu.trainer.bins import deal, level
+from rl_tpu.trainer.blocks import (
+    Block,
+    filled_rows,
+    joined,
+    prompt_blocks,
+    sample_blocks,
+    separate_rows,
+    whole_rows,
+)
+from rl_tpu.trainer.rows import write_rows
 from rl_tpu.types import IGNORE_INDEX, PackedBatch, Sample
+
+PAIRS_PER_TOKEN = 8192
+"""So many attended pairs cost about as much as one token's matrix products: 6 x the width of a usual dense model."""
 
 
 def pack(
-    samples: Sequence[Sample], row_tokens: Sequence[int], ranks: int = 1, microbatch_tokens: int | None = None
+    samples: Sequence[Sample],
+    row_tokens: Sequence[int],
+    ranks: int = 1,
+    microbatch_tokens: int | None = None,
+    share_prompts: bool = False,
 ) -> PackedBatch:
-    """Pack `samples` (each with its advantage set) into rows of the length in `row_tokens` that wastes the least.
+    """Pack `samples` into R rows of that length in `row_tokens` which needs the fewest positions.
 
-    The batch has R rows, R a multiple of ranks x `rows_per_microbatch`; rows without a sample fill up the last ones. Rank r
-    owns the rows r * R / ranks up to (r + 1) * R / ranks (`rank_rows`), and the ranks' shares hold about equally many
-    tokens. The result depends on the arguments alone.
+    R is a multiple of ranks x `rows_per_microbatch`, so every rank runs the same number of equal micro-batches; where
+    lengths need equally many positions, the one with fewer micro-batches wins, then the one with fewer tokens, then the
+    longer. Rank r owns the rows r * R / ranks up to (r + 1) * R / ranks (`rank_rows`). Rows are about equally full, and
+    what the ranks compute at the same time costs about the same; rows without a sample, if any, are the last of a rank.
+    The result depends on the arguments alone.
+
+    With `share_prompts`, samples that follow one another and have the same prompt have its tokens but the last once in
+    every row they are in. That never takes more positions, nor more tokens, than without.
 
     Raises UserError where a sample is longer than every allowed row.
     """
     if not samples:
         raise RunError("trainer: there is no sample to pack")
-    lengths = [sample.total_tokens for sample in samples]
-    if max(lengths) > max(row_tokens):
+    longest = max(sample.total_tokens for sample in samples)
+    if longest > max(row_tokens):
         raise UserError(
-            f"trainer.row_tokens: a sample of {max(lengths)} tokens does not fit the longest row of {max(row_tokens)}; "
+            f"trainer.row_tokens: a sample of {longest} tokens does not fit the longest row of {max(row_tokens)}; "
             "allow longer rows, or shorten data.max_prompt_tokens or rollout.max_response_tokens"
         )
     for sample in samples:
         _check(sample)
-    candidates = [
-        (_round_up(len(rows), ranks * rows_per_microbatch(length, microbatch_tokens)) * length, length, rows)
-        for length in sorted(row_tokens)
-        if length >= max(lengths)
-        for rows in [best_fit_decreasing(lengths, length)]
-    ]
-    positions, length, rows = min(candidates, key=lambda candidate: candidate[:2])
-    rows += [[] for _ in range(positions // length - len(rows))]
-    return _fill(samples, _balance(rows, lengths, ranks), length)
+    blocks = prompt_blocks(samples) if share_prompts else sample_blocks(samples)
+    ways = (whole_rows, filled_rows, separate_rows) if len(blocks) < len(samples) else (whole_rows,)
+    candidates = []
+    for length in (length for length in row_tokens if length >= longest):
+        multiple = ranks * rows_per_microbatch(length, microbatch_tokens)
+        for rows in (way(blocks, length) for way in ways):
+            microbatches = -(-len(rows) // multiple)
+            positions = microbatches * multiple * length
+            tokens = sum(block.tokens for row in rows for block in row)
+            candidates.append(((positions, microbatches, tokens, -length), microbatches * multiple, length, rows))
+    _, count, length, rows = min(candidates, key=lambda candidate: candidate[0])
+    return write_rows(samples, _balance(rows, count, length, ranks), length)
 
 
 def rows_per_microbatch(row_tokens: int, microbatch_tokens: int | None) -> int:
@@ -62,76 +86,52 @@ def rank_rows(batch: PackedBatch, rank: int, ranks: int) -> slice:
     return slice(rank * share, (rank + 1) * share)
 
 
+def spread(values: Sequence[float] | torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """One value per packed sample, [samples] -> at every token that the policy wrote the value of its sample, elsewhere
+    0, [R, L] float32."""
+    table = torch.as_tensor(values, dtype=torch.float32)
+    return torch.where(batch.loss_mask > 0, table[(batch.sample_ids - 1).clamp(min=0)], 0.0)
+
+
+def per_sample_sums(values: torch.Tensor, batch: PackedBatch, samples: int) -> torch.Tensor:
+    """Sums of `values` [R, L] over the tokens that the policy wrote of each of so many packed samples, [samples]. What
+    stands at other tokens does not matter, not even if it is infinite."""
+    written = torch.where(batch.loss_mask > 0, values, 0.0)
+    sums = written.new_zeros(samples + 1).index_add(0, batch.sample_ids.flatten(), written.flatten())
+    return sums[1:]
+
+
 def padding_share(batch: PackedBatch) -> float:
-    """Share of the batch's positions that hold no sample, between 0 and 1."""
+    """Share of the batch's positions that hold no token, between 0 and 1."""
     return float((batch.segment_ids == 0).float().mean())
 
 
-def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` grouped so that no group's sum exceeds `capacity`: the longest first, each into the group
-    with the least space that still fits it. At most 11/9 of the fewest possible groups, plus one (Johnson, 1974)."""
-    groups: list[list[int]] = []
-    spaces: list[tuple[int, int]] = []  # (space left, group), ascending
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = bisect_left(spaces, (lengths[index], -1))
-        if at == len(spaces):
-            space, group = capacity, len(groups)
-            groups.append([])
-        else:
-            space, group = spaces.pop(at)
-        groups[group].append(index)
-        insort(spaces, (space - lengths[index], group))
-    return groups
+def imbalance(batch: PackedBatch, ranks: int) -> float:
+    """Tokens of the rank that has most, over the mean of the ranks: 1 where all have equally many."""
+    tokens = (batch.segment_ids > 0).sum(1).reshape(ranks, -1).sum(1).double()
+    return float(tokens.max() / tokens.mean())
 
 
-def _balance(rows: list[list[int]], lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """The rows reordered so that each rank's contiguous share has about the same number of tokens: fullest first, dealt
-    out to the ranks forwards and backwards in turn."""
-    order = sorted(range(len(rows)), key=lambda row: (-sum(lengths[i] for i in rows[row]), row))
-    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for place, row in enumerate(order):
-        turn, seat = divmod(place, ranks)
-        shares[ranks - 1 - seat if turn % 2 else seat].append(rows[row])
-    return [row for share in shares for row in share]
+def shared_share(batch: PackedBatch) -> float:
+    """Share of the samples' tokens, each sample counted whole, that sharing prompts left out of the batch, 0 to 1."""
+    last = (batch.sample_ids > 0) & (batch.labels == IGNORE_INDEX)
+    return 1 - float((batch.segment_ids > 0).sum() / (batch.positions[last] + 1).sum())
 
 
-def _fill(samples: Sequence[Sample], rows: list[list[int]], length: int) -> PackedBatch:
-    shape = (len(rows), length)
-    input_ids = np.zeros(shape, np.int64)
-    positions = np.zeros(shape, np.int64)
-    segment_ids = np.zeros(shape, np.int64)
-    prefix_ids = np.zeros(shape, np.int64)
-    sample_ids = np.zeros(shape, np.int64)
-    labels = np.full(shape, IGNORE_INDEX, np.int64)
-    loss_mask = np.zeros(shape, np.float32)
-    sampler_logprobs = np.zeros(shape, np.float32)
-    advantages = np.zeros(shape, np.float32)
-    count = np.arange(length)
-    for row, indices in enumerate(rows):
-        start = 0
-        for segment, index in enumerate(indices, 1):
-            sample = samples[index]
-            ids = sample.prompt_ids + sample.response_ids
-            end = start + len(ids)
-            # Position t predicts token t + 1, so what belongs to response token k stands one before it.
-            predicts = slice(start + len(sample.prompt_ids) - 1, end - 1)
-            mask = np.asarray(sample.loss_mask, np.float32)
-            input_ids[row, start:end] = ids
-            positions[row, start:end] = count[: len(ids)]
-            segment_ids[row, start:end] = segment
-            sample_ids[row, start:end] = index + 1
-            labels[row, start : end - 1] = ids[1:]
-            loss_mask[row, predicts] = mask
-            sampler_logprobs[row, predicts] = np.asarray(sample.logprobs, np.float32) * mask
-            advantages[row, predicts] = sample.advantage * mask
-            start = end
-        positions[row, start:] = count[: length - start]
-    return PackedBatch(
-        *map(torch.from_numpy, (input_ids, positions, segment_ids, prefix_ids, sample_ids, labels, loss_mask)),
-        sampler_logprobs=torch.from_numpy(sampler_logprobs),
-        old_logprobs=torch.from_numpy(sampler_logprobs.copy()),
-        advantages=torch.from_numpy(advantages),
-    )
+def microbatch_shape(batch: PackedBatch, microbatch_tokens: int | None) -> tuple[int, int]:
+    """(rows, tokens per row) of every micro-batch. A device with static shapes compiles once for each that a run sees."""
+    return rows_per_microbatch(batch.row_tokens, microbatch_tokens), batch.row_tokens
+
+
+def _balance(rows: list[list[Block]], count: int, length: int, ranks: int) -> list[list[Block]]:
+    """The blocks of `rows` in `count` rows that are about equally full, in the order of the ranks that own them."""
+    blocks = [block for row in rows for block in row]
+    even = level([block.tokens for block in blocks], count, length)
+    if even:
+        rows = [joined([blocks[i] for i in row]) for row in even]
+    rows = rows + [[] for _ in range(count - len(rows))]
+    costs = [sum(block.tokens + block.pairs / PAIRS_PER_TOKEN for block in row) for row in rows]
+    return [rows[row] for hand in deal(costs, ranks) for row in hand]
 
 
 def _check(sample: Sample) -> None:
@@ -140,7 +140,3 @@ def _check(sample: Sample) -> None:
         raise RunError("trainer: a sample has {} response ids, {} mask values and {} logprobs".format(*counts))
     if not sample.prompt_ids:
         raise RunError("trainer: a sample has no prompt; its first token would have nothing to be predicted from")
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
