@@ -31,8 +31,10 @@ class Device(ABC):
     """Backend string for `torch.distributed`; host tensors (metadata of checkpoints) always go through gloo."""
     optimizer_implementation: ClassVar[str]
     """The fastest implementation torchtitan's optimizer container can use: `fused`, `foreach` or `for-loop`."""
-    needs_sum_reduction: ClassVar[bool]
-    """The backend has no pre-multiplied sum, so FSDP must reduce gradients with the plain one (equal here)."""
+    compile_backend: ClassVar[str] = "inductor"
+    """What `torch.compile` compiles with."""
+    pins_memory: ClassVar[bool] = True
+    """Host memory can be pinned, for copies to the device that overlap with computing."""
     chip_resource: ClassVar[str | None]
     """Ray's resource name of one chip; None where a chip is only a share of the cores."""
 

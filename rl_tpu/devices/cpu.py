@@ -17,7 +17,7 @@ class CpuDevice(Device):
     name = "cpu"
     distributed_backend = "gloo"
     optimizer_implementation = "foreach"
-    needs_sum_reduction = True
+    pins_memory = False
     chip_resource = None
 
     def torch_device(self, local_rank: int) -> torch.device:

@@ -14,7 +14,6 @@ class CudaDevice(Device):
     name = "cuda"
     distributed_backend = "cuda:nccl,cpu:gloo"
     optimizer_implementation = "fused"
-    needs_sum_reduction = False
     chip_resource = "GPU"
 
     def torch_device(self, local_rank: int) -> torch.device:

@@ -23,7 +23,8 @@ class TpuDevice(Device):
     name = "tpu"
     distributed_backend = "tpu:tpu_dist,cpu:gloo"
     optimizer_implementation = "foreach"
-    needs_sum_reduction = True
+    compile_backend = "tpu"
+    pins_memory = False
     chip_resource = "TPU"
 
     def torch_device(self, local_rank: int) -> torch.device:

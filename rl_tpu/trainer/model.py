@@ -1,65 +1,66 @@
-"""The policy as torchtitan builds it: from a Hugging Face directory, sharded over all ranks with FSDP2."""
+"""The policy as torchtitan builds it: from a Hugging Face directory, shared by all ranks as the configuration says."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.module import Module
 
+from rl_tpu.config.schema import TrainerConfig
 from rl_tpu.devices import Device
 from rl_tpu.errors import UserError
 from rl_tpu.trainer.families import model_spec
-from rl_tpu.trainer.policy import Policy, fsdp_modules
-
-SPMD_BACKEND = "partial_dtensor"
-"""torchtitan 0.3.0's default fails above one rank on torch 2.13.0."""
+from rl_tpu.trainer.parallel import build_mesh, parallelism_of, parallelize, plain_parameters
+from rl_tpu.trainer.policy import Policy
 
 
 def build_policy(
-    model_dir: Path, device: Device, torch_device: torch.device, *, max_tokens: int, param_dtype: str
+    model_dir: Path,
+    device: Device,
+    torch_device: torch.device,
+    config: TrainerConfig,
+    *,
+    mesh: ParallelDims | None = None,
+    frozen: bool = False,
 ) -> Policy:
-    """The model of `model_dir` (config.json), uninitialised, for samples of up to `max_tokens` tokens.
+    """The model of `model_dir` (config.json), uninitialised, for the longest row that `config` allows.
 
-    Forward and backward run in `param_dtype`; parameters, the reduction of gradients and the optimizer in float32.
-    Raises UserError for a directory without a readable config.json or an architecture without a family.
+    Forward and backward run in `param_dtype`; parameters, the reduction of gradients and the optimizer in float32. One
+    that is `frozen` has no gradients, keeps its parameters in `param_dtype`, and in host memory if `offload_reference`
+    says so. `mesh` is one of all ranks that `build_mesh` made; default: a new one.
+
+    Raises UserError for a directory without a readable config.json, an architecture without a family, or one whose heads
+    do not divide among the ranks.
     """
-    spec = model_spec(read_config(model_dir), max_tokens)
-    parallelism = ParallelismConfig(spmd_backend=SPMD_BACKEND)
-    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
-    set_spmd_backend(SPMD_BACKEND)
-    dims.build_mesh()
+    spec = model_spec(read_config(model_dir), max(config.row_tokens))
+    mesh = mesh or build_mesh(config.parallel)
+    if mesh.tp_enabled:
+        _check_heads(spec.model, mesh.tp, model_dir)
+        spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism_of(config.parallel)))
     for _, part, _, _ in spec.model.traverse(Module.Config, recurse=True):
         if part.param_init:  # the weights will be read: drawing them first would only cost time
             part.param_init = dict.fromkeys(part.param_init, skip_param_init)
     with torch.device("meta"):
         model = spec.model.build()
-    model = spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=TrainingConfig(
-            seq_len=max_tokens, mixed_precision_param=param_dtype, mixed_precision_reduce="float32"
-        ),
-        parallelism=parallelism,
-        compile_config=CompileConfig(),
-        ac_config=None,
-        dump_folder="",
-    )
-    if device.needs_sum_reduction:
-        for module in fsdp_modules(model):
-            module.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device=torch_device)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)  # rotary tables, and the tie of embedding and head
-    model.train()
-    return Policy(model, spec.state_dict_adapter(spec.model, None), torch_device)
+    if frozen:
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(getattr(torch, config.param_dtype))
+    offload = frozen and config.offload_reference
+    parallelize(model, mesh, config, device, offload)
+    model.to_empty(device="cpu" if offload else torch_device)
+    with torch.no_grad(), plain_parameters():
+        # Rotary tables, and the tie of embedding and head.
+        model.init_weights(buffer_device=torch_device if offload else None)
+    model.train(not frozen)
+    return Policy(model, spec.state_dict_adapter(spec.model, None), torch_device, mesh)
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -71,3 +72,12 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         raise UserError(f"model.path: cannot read {path} ({error.strerror})") from error
     except json.JSONDecodeError as error:
         raise UserError(f"model.path: {path} is not JSON ({error})") from error
+
+
+def _check_heads(model: Decoder.Config, tensor: int, model_dir: Path) -> None:
+    attention = model.first_attention
+    if attention.n_heads % tensor or attention.n_kv_heads % tensor:
+        raise UserError(
+            f"trainer.parallel.tensor: {tensor} ranks cannot share the {attention.n_heads} heads and "
+            f"{attention.n_kv_heads} key-value heads of {model_dir}; choose a common divisor"
+        )

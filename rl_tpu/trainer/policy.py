@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from rl_tpu.algorithms.logprobs import label_logprobs
@@ -24,6 +26,12 @@ class Policy:
     model: torch.nn.Module
     adapter: BaseStateDictAdapter
     device: torch.device
+    mesh: ParallelDims
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks whose rows differ, seen from this one; None where it sees all of them."""
+        return self.mesh.get_mesh("loss").get_group() if self.mesh.dp_enabled else None
 
     def logprobs(self, rows: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of every label (0 where there is none) and entropy of every prediction, both [R, L] float32,

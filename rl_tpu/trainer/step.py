@@ -15,6 +15,7 @@ from rl_tpu.algorithms.losses import clipped_policy_loss, supervised_loss, token
 from rl_tpu.config.schema import AlgorithmConfig, TrainerConfig
 from rl_tpu.devices import get_device, prepare_torchtitan
 from rl_tpu.trainer import checkpoint, export, process_group
+from rl_tpu.trainer.layout import Layout
 from rl_tpu.trainer.packing import rank_rows, rows_per_microbatch
 from rl_tpu.trainer.tally import Tally
 from rl_tpu.types import PackedBatch
@@ -58,6 +59,7 @@ class PolicyTrainer:
         torch_device = self.device.torch_device(int(os.environ.get("LOCAL_RANK", "0")))
         process_group.join(self.device, config.step_timeout_s, store)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.layout = Layout(self.ranks, self.rank, config.parallel)
         try:
             self._build(Path(model_dir), torch_device)
         except BaseException:
@@ -70,13 +72,7 @@ class PolicyTrainer:
         from rl_tpu.trainer.optimizer import PolicyOptimizer
 
         self.model_dir = model_dir
-        self.policy = build_policy(
-            model_dir,
-            self.device,
-            torch_device,
-            max_tokens=max(self.config.row_tokens),
-            param_dtype=self.config.param_dtype,
-        )
+        self.policy = build_policy(model_dir, self.device, torch_device, self.config)
         checkpoint.load_hf(self.policy, model_dir)
         self.optimizer = PolicyOptimizer(
             self.policy.model,
@@ -96,7 +92,7 @@ class PolicyTrainer:
         """
         started = time.perf_counter()
         weights = token_weights(minibatch.loss_mask, minibatch.segment_ids, self.algorithm.aggregation)
-        own = rank_rows(minibatch, self.rank, self.ranks)
+        own = rank_rows(minibatch, self.layout.data_rank, self.layout.data_ranks)
         tally = Tally()
         for rows, row_weights in zip(
             self._microbatches(minibatch.select(own)),
@@ -109,7 +105,7 @@ class PolicyTrainer:
             loss = (self._token_loss(rows, logprobs, tally) * row_weights).sum()
             loss.backward()
             tally.add(loss=loss, entropy=entropy * rows.loss_mask, loss_tokens=rows.loss_mask)
-        sums, maxima = tally.reduce()
+        sums, maxima = tally.reduce(self.policy.data_group)
         loss_tokens = sums.pop("loss_tokens")
         means = {name: value if name == "loss" else value / max(1.0, loss_tokens) for name, value in sums.items()}
         tokens = float((minibatch.segment_ids > 0).sum())
@@ -123,7 +119,7 @@ class PolicyTrainer:
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probabilities of the labels in this rank's rows (`rank_rows`), [R / ranks, L] float32 on the host; zero
         where nothing is predicted."""
-        own = batch.select(rank_rows(batch, self.rank, self.ranks))
+        own = batch.select(rank_rows(batch, self.layout.data_rank, self.layout.data_ranks))
         logprobs = torch.cat(
             [self.policy.logprobs(rows, self.temperature)[0].cpu() for rows in self._microbatches(own)]
         )

@@ -25,17 +25,20 @@ class Tally:
         for name, value in values.items():
             self._maxima[name].append(value.detach().amax())
 
-    def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over all micro-batches and all ranks: one collective for each kind. All ranks call this."""
+    def reduce(self, ranks: dist.ProcessGroup | None) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima over all micro-batches and all of `ranks`, which all call this (None: this rank alone): one
+        collective for each kind."""
         sums = {name: torch.stack(values).sum() for name, values in self._sums.items()}
         maxima = {name: torch.stack(values).amax() for name, values in self._maxima.items()}
-        return _over_ranks(sums, dist.ReduceOp.SUM), _over_ranks(maxima, dist.ReduceOp.MAX)
+        return _over_ranks(sums, dist.ReduceOp.SUM, ranks), _over_ranks(maxima, dist.ReduceOp.MAX, ranks)
 
 
-def _over_ranks(values: dict[str, torch.Tensor], operation: dist.ReduceOp) -> dict[str, float]:
+def _over_ranks(
+    values: dict[str, torch.Tensor], operation: dist.ReduceOp, ranks: dist.ProcessGroup | None
+) -> dict[str, float]:
     if not values:
         return {}
     stacked = torch.stack(list(values.values()))
-    if dist.get_world_size() > 1:
-        dist.all_reduce(stacked, operation)
+    if ranks is not None:
+        dist.all_reduce(stacked, operation, group=ranks)
     return dict(zip(values, stacked.tolist(), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -130,7 +131,7 @@ def gradients(trainer, batch: PackedBatch) -> dict[str, torch.Tensor]:
 
     def keep_instead_of_stepping():
         for name, parameter in trainer.policy.model.named_parameters():
-            found[name] = parameter.grad.full_tensor().clone()
+            found[name] = parameter.grad.clone()
         return {}
 
     trainer.optimizer.step = keep_instead_of_stepping
@@ -200,6 +201,6 @@ def test_rows_packed_for_other_ranks_are_refused(model_dir):
     batch = pack(make_samples(4), [128], 1)
     batch = batch.select(slice(0, 1))
     with one_rank(model_dir) as trainer:
-        trainer.ranks = 2
+        trainer.layout = replace(trainer.layout, ranks=2)
         with pytest.raises(RunError, match="another number of ranks"):
             trainer.update(batch)

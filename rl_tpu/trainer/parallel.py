@@ -1,0 +1,97 @@
+"""How ranks share a model: the mesh they form, and what torchtitan and torch make of a model on it.
+
+Ranks form replicas x shards x tensor, the last one counting fastest. Gradients are summed over replicas and shards, never
+averaged: the loss of every data rank is its own part of one sum.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.experiments.graph_trainer import simple_fsdp
+from torchtitan.experiments.graph_trainer.common_utils import apply_simple_fsdp
+from torchtitan.models.common.decoder import Decoder
+
+from rl_tpu.config.schema import ParallelConfig, TrainerConfig
+from rl_tpu.devices import Device
+from rl_tpu.trainer.policy import fsdp_modules
+
+SPMD_BACKEND = "partial_dtensor"
+"""torchtitan 0.3.0's default fails above one rank on torch 2.13.0."""
+CHECKPOINTING = {"selective": SelectiveAC.Config, "full": FullAC.Config}
+
+
+def parallelism_of(parallel: ParallelConfig) -> ParallelismConfig:
+    """torchtitan's name for it; what is left of the ranks shards the parameters."""
+    return ParallelismConfig(
+        data_parallel_replicate_degree=parallel.replicas,
+        data_parallel_shard_degree=-1,
+        tensor_parallel_degree=parallel.tensor,
+        spmd_backend=SPMD_BACKEND,
+    )
+
+
+def build_mesh(parallel: ParallelConfig) -> ParallelDims:
+    """The mesh of all ranks of the process group."""
+    set_spmd_backend(SPMD_BACKEND)
+    dims = ParallelDims.from_config(parallelism_of(parallel), dist.get_world_size())
+    dims.build_mesh()
+    return dims
+
+
+def parallelize(
+    model: Decoder, dims: ParallelDims, config: TrainerConfig, device: Device, offload: bool = False
+) -> None:
+    """Cut the layers' matrices, wrap and compile the blocks and shard the parameters of `model`, still on `meta`.
+
+    With `offload` this rank's parameters stay in host memory and come to the device while they are needed.
+    """
+    if dims.tp_enabled:
+        model.parallelize(dims)
+    if config.activation_checkpointing != "none":
+        CHECKPOINTING[config.activation_checkpointing]().build(dump_folder="").apply(model)
+    if config.compile:
+        for block in model.layers.children():
+            block.compile(backend=device.compile_backend)
+    if config.parallel.sharding == "simple_fsdp" and not offload:
+        # Its classes are cached with the first model's mesh and precision in them.
+        simple_fsdp._wrap_class_cache.clear()
+        precision = TrainingConfig(mixed_precision_param=config.param_dtype, mixed_precision_reduce="float32")
+        apply_simple_fsdp(model, parallel_dims=dims, training=precision)
+    elif dims.world_size > 1 or config.param_dtype != "float32" or offload:
+        _fully_shard(model, dims, getattr(torch, config.param_dtype), device, offload)
+
+
+def plain_parameters() -> AbstractContextManager:
+    """Within it, the parameters of a SimpleFSDP model are themselves and not what the forward gathers from them."""
+    return simple_fsdp.disable_active_parametrization()
+
+
+def _fully_shard(model: Decoder, dims: ParallelDims, dtype: torch.dtype, device: Device, offload: bool) -> None:
+    """FSDP2, as torchtitan's apply_fsdp_to_decoder does it: a unit per block, one or two for what is before and after."""
+    mesh: DeviceMesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"])
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.pins_memory) if offload else OffloadPolicy(),
+    }
+    embedding, ends = model.tok_embeddings, [model.norm, model.lm_head]
+    if model.enable_weight_tying:
+        fully_shard([embedding, *ends], **options, reshard_after_forward=False)
+    else:
+        fully_shard(embedding, **options)
+        fully_shard(ends, **options, reshard_after_forward=False)
+    for block in model.layers.children():
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # not every backend has a pre-multiplied sum
