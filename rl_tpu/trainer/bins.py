@@ -5,9 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-HALVINGS = 7
-"""Of the interval in which `level` looks for the lowest capacity; more gain nothing (Coffman, Garey, Johnson, 1978)."""
-
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of `lengths` grouped so that no group's sum exceeds `capacity`: the longest first, each into the group
@@ -25,23 +22,6 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
         if space > lengths[index]:
             insort(spaces, (space - lengths[index], group))
     return groups
-
-
-def level(lengths: Sequence[int], groups: int, capacity: int) -> list[list[int]] | None:
-    """Indices of `lengths` in at most `groups` groups whose largest sum, less than `capacity`, is about as small as it
-    can be; None where none is found. MULTIFIT: halve the interval of capacities that best-fit decreasing can meet."""
-    best = None
-    low, high = max(max(lengths), -(-sum(lengths) // groups)), capacity
-    for _ in range(HALVINGS):
-        if low >= high:
-            break
-        middle = (low + high) // 2
-        attempt = best_fit_decreasing(lengths, middle)
-        if len(attempt) <= groups:
-            best, high = attempt, middle
-        else:
-            low = middle + 1
-    return best
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rl_tpu.trainer.bins import best_fit_decreasing
 from rl_tpu.types import Sample
@@ -18,7 +19,8 @@ class Block:
     """Samples (their indices) that share their first `shared` tokens; each has `own` tokens after those.
 
     Shared is the prompt without its last token: that one predicts the answer's first, so every answer begins with it.
-    A block of one sample has as many tokens as the sample. Blocks of one `prompt` may be joined.
+    A block of one sample has as many tokens as the sample. The sample with most tokens comes first. Blocks of one
+    `prompt` may be joined.
     """
 
     prompt: int
@@ -26,7 +28,7 @@ class Block:
     shared: int
     own: tuple[int, ...]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return self.shared + sum(self.own)
 
@@ -36,10 +38,10 @@ class Block:
         triangle = self.shared * (self.shared + 1) // 2
         return triangle + sum(own * self.shared + own * (own + 1) // 2 for own in self.own)
 
-    def part(self, places: Collection[int]) -> Block:
+    def part(self, places: Iterable[int]) -> Block:
         """The block of the samples at these places of this one."""
-        kept = sorted(places)
-        return Block(self.prompt, tuple(self.samples[i] for i in kept), self.shared, tuple(self.own[i] for i in kept))
+        samples, own = zip(*((self.samples[i], self.own[i]) for i in places), strict=True)
+        return Block(self.prompt, samples, self.shared, own)
 
     def parts(self, capacity: int) -> list[Block]:
         """This block, or as few as are found of at most `capacity` tokens each."""
@@ -50,10 +52,10 @@ class Block:
     def filling(self, space: int) -> list[int]:
         """Places of samples that together with the shared tokens fit `space`: the longest first, whichever still fits."""
         places, left = [], space - self.shared
-        for place in sorted(range(len(self.own)), key=lambda i: -self.own[i]):
-            if self.own[place] <= left:
+        for place, own in enumerate(self.own):
+            if own <= left:
                 places.append(place)
-                left -= self.own[place]
+                left -= own
         return places
 
 
@@ -72,7 +74,7 @@ def prompt_blocks(samples: Sequence[Sample]) -> list[Block]:
         if blocks and block.shared and samples[index].prompt_ids == samples[index - 1].prompt_ids:
             block = _join(blocks.pop(), block)
         blocks.append(block)
-    return blocks
+    return [block.part(sorted(range(len(block.own)), key=lambda i: -block.own[i])) for block in blocks]
 
 
 def joined(row: Sequence[Block]) -> list[Block]:
@@ -119,7 +121,7 @@ def _take(waiting: list[Block], space: int) -> Block | None:
     if not places:
         return None
     waiting.remove(block)
-    insort(waiting, block.part(set(range(len(block.own))).difference(places)), key=_tokens)
+    insort(waiting, block.part(i for i in range(len(block.own)) if i not in places), key=_tokens)
     return block.part(places)
 
 

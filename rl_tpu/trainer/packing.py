@@ -6,24 +6,20 @@ of equal micro-batches. Segment ids and positions are made here, on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from rl_tpu.errors import RunError, UserError
-from rl_tpu.trainer.bins import deal, level
-from rl_tpu.trainer.blocks import (
-    Block,
-    filled_rows,
-    joined,
-    prompt_blocks,
-    sample_blocks,
-    separate_rows,
-    whole_rows,
-)
+from rl_tpu.trainer.bins import deal
+from rl_tpu.trainer.blocks import Block, filled_rows, prompt_blocks, sample_blocks, separate_rows, whole_rows
 from rl_tpu.trainer.rows import write_rows
 from rl_tpu.types import IGNORE_INDEX, PackedBatch, Sample
 
+Rows = list[list[Block]]
+
+HALVINGS = 5
+"""Of the interval in which the emptiest rows are looked for that still suffice."""
 PAIRS_PER_TOKEN = 8192
 """So many attended pairs cost about as much as one token's matrix products: 6 x the width of a usual dense model."""
 
@@ -37,11 +33,12 @@ def pack(
 ) -> PackedBatch:
     """Pack `samples` into R rows of that length in `row_tokens` which needs the fewest positions.
 
-    R is a multiple of ranks x `rows_per_microbatch`, so every rank runs the same number of equal micro-batches; where
-    lengths need equally many positions, the one with fewer micro-batches wins, then the one with fewer tokens, then the
-    longer. Rank r owns the rows r * R / ranks up to (r + 1) * R / ranks (`rank_rows`). Rows are about equally full, and
-    what the ranks compute at the same time costs about the same; rows without a sample, if any, are the last of a rank.
-    The result depends on the arguments alone.
+    R is a multiple of ranks x `rows_per_microbatch`, so every rank runs the same number of equal micro-batches. Lengths
+    beyond `microbatch_tokens` are used only where a sample fits no other; of lengths that need equally many positions, the
+    one with fewer micro-batches wins, then the longer. Rank r owns the rows r * R / ranks up to (r + 1) * R / ranks
+    (`rank_rows`). Samples are put into rows, and rows dealt to ranks, so that the ranks wait for each other as little as
+    possible, micro-batch by micro-batch; rows without a sample, if any, are a rank's last. The result depends on the
+    arguments alone.
 
     With `share_prompts`, samples that follow one another and have the same prompt have its tokens but the last once in
     every row they are in. That never takes more positions, nor more tokens, than without.
@@ -60,16 +57,18 @@ def pack(
         _check(sample)
     blocks = prompt_blocks(samples) if share_prompts else sample_blocks(samples)
     ways = (whole_rows, filled_rows, separate_rows) if len(blocks) < len(samples) else (whole_rows,)
-    candidates = []
-    for length in (length for length in row_tokens if length >= longest):
+    shapes = []
+    for length in _allowed(row_tokens, longest, microbatch_tokens):
         multiple = ranks * rows_per_microbatch(length, microbatch_tokens)
-        for rows in (way(blocks, length) for way in ways):
-            microbatches = -(-len(rows) // multiple)
-            positions = microbatches * multiple * length
-            tokens = sum(block.tokens for row in rows for block in row)
-            candidates.append(((positions, microbatches, tokens, -length), microbatches * multiple, length, rows))
-    _, count, length, rows = min(candidates, key=lambda candidate: candidate[0])
-    return write_rows(samples, _balance(rows, count, length, ranks), length)
+        microbatches = min(-(-len(way(blocks, length)) // multiple) for way in ways)
+        shapes.append((microbatches * multiple * length, microbatches, -length, microbatches * multiple))
+    _, microbatches, length, count = min(shapes)
+    layouts = [
+        _arranged(rows, count, ranks, microbatches)
+        for way in ways
+        for rows in _layouts(way, blocks, count, -length, longest)
+    ]
+    return write_rows(samples, min(layouts, key=lambda layout: layout[0])[1], -length)
 
 
 def rows_per_microbatch(row_tokens: int, microbatch_tokens: int | None) -> int:
@@ -123,15 +122,47 @@ def microbatch_shape(batch: PackedBatch, microbatch_tokens: int | None) -> tuple
     return rows_per_microbatch(batch.row_tokens, microbatch_tokens), batch.row_tokens
 
 
-def _balance(rows: list[list[Block]], count: int, length: int, ranks: int) -> list[list[Block]]:
-    """The blocks of `rows` in `count` rows that are about equally full, in the order of the ranks that own them."""
-    blocks = [block for row in rows for block in row]
-    even = level([block.tokens for block in blocks], count, length)
-    if even:
-        rows = [joined([blocks[i] for i in row]) for row in even]
+def _allowed(row_tokens: Sequence[int], longest: int, microbatch_tokens: int | None) -> list[int]:
+    """The lengths that hold the longest sample and keep to the budget of a micro-batch, or else the one least above."""
+    enough = sorted(length for length in row_tokens if length >= longest)
+    return [length for length in enough if microbatch_tokens is None or length <= microbatch_tokens] or enough[:1]
+
+
+def _layouts(
+    way: Callable[[Sequence[Block], int], Rows], blocks: Sequence[Block], count: int, length: int, longest: int
+) -> Iterator[Rows]:
+    """The blocks in at most `count` rows of `length`: rows as full as possible, then ever more evenly filled ones.
+
+    As MULTIFIT does (Coffman, Garey, Johnson, 1978): halve the interval of the capacities that suffice.
+    """
+    low, high = max(longest, -(-sum(block.tokens for block in blocks) // count)), length
+    capacity = length
+    for _ in range(1 + HALVINGS):
+        rows = way(blocks, capacity)
+        if len(rows) <= count:
+            yield rows
+            high = capacity
+        else:
+            low = capacity + 1
+        if low >= high:
+            return
+        capacity = (low + high) // 2
+
+
+def _arranged(rows: Rows, count: int, ranks: int, microbatches: int) -> tuple[float, Rows]:
+    """What a step costs, and `rows` and the empty ones up to `count` in the order of the ranks that own them.
+
+    All ranks wait for the slowest in every micro-batch: the cost is the sum over these of the dearest rank's.
+    """
     rows = rows + [[] for _ in range(count - len(rows))]
     costs = [sum(block.tokens + block.pairs / PAIRS_PER_TOKEN for block in row) for row in rows]
-    return [rows[row] for hand in deal(costs, ranks) for row in hand]
+    hands = deal(costs, ranks)
+    size = count // ranks // microbatches
+    cost = sum(
+        max(sum(costs[row] for row in hand[start : start + size]) for hand in hands)
+        for start in range(0, count // ranks, size)
+    )
+    return cost, [rows[row] for hand in hands for row in hand]
 
 
 def _check(sample: Sample) -> None:

@@ -1,4 +1,4 @@
-"""Lengths into rows and rows to ranks, against the definitions and the best that there is."""
+"""Lengths into rows and rows to ranks, against the definitions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rl_tpu.trainer.bins import best_fit_decreasing, deal, level
+from rl_tpu.trainer.bins import best_fit_decreasing, deal
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -18,25 +18,6 @@ def test_best_fit_decreasing_is_near_the_fewest_rows(seed):
     assert sorted(index for row in rows for index in row) == list(range(200))
     assert all(sum(lengths[i] for i in row) <= 128 for row in rows)
     assert len(rows) <= 11 / 9 * -(-sum(lengths) // 128) + 1
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_level_comes_near_the_smallest_largest_sum(seed):
-    draw = random.Random(seed)
-    lengths = [draw.randint(1, 50) for _ in range(8)]
-    best = min(
-        max(sum(length for length, place in zip(lengths, places, strict=True) if place == group) for group in range(3))
-        for places in itertools.product(range(3), repeat=8)
-    )
-    rows = level(lengths, 3, 2 * best)
-    assert sorted(index for row in rows for index in row) == list(range(8))
-    assert len(rows) <= 3
-    assert best <= max(sum(lengths[i] for i in row) for row in rows) <= 13 / 11 * best + 1
-
-
-def test_level_finds_nothing_where_the_groups_are_too_few():
-    assert level([6, 6, 6], 2, 10) is None
-    assert level([5, 5], 1, 10) is None  # nothing below the capacity itself
 
 
 @pytest.mark.parametrize("seed", range(10))

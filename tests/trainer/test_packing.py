@@ -197,6 +197,9 @@ def test_the_length_that_needs_fewest_positions_is_chosen_and_the_longer_of_two_
     assert pack([sample_of(30, 3)] * 2, [32, 64]).row_tokens == 64
     # 24 x 32 tokens fill 8, 6 or 4 rows; two rows of 96 or 128 make a micro-batch, or one of 192.
     assert pack([sample_of(16, 16)] * 24, [96, 128, 192], microbatch_tokens=256).row_tokens == 128
+    # The budget is exceeded only for a sample that does not fit otherwise.
+    assert pack([sample_of(16, 16)] * 24, [32, 96, 768], microbatch_tokens=100).row_tokens == 96
+    assert pack([sample_of(90, 10)], [32, 96, 128, 768], microbatch_tokens=100).row_tokens == 128
 
 
 def test_rows_of_a_microbatch_are_those_that_the_budget_holds():
