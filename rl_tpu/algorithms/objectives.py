@@ -52,7 +52,7 @@ def clip(
     advantages  [R, L]
     mask        [R, L]  1 where a token enters the loss
     """
-    ratio = log_ratio.exp()
+    ratio, advantages = log_ratio.exp(), masked(advantages, mask)
     plain = -ratio * advantages
     bounded = -ratio.detach().clamp(1 - bounds.clip_low, 1 + bounds.clip_high) * advantages
     clipped = bounded > plain
@@ -77,7 +77,7 @@ def cispo(
     advantages  [R, L]
     mask        [R, L]  1 where a token enters the loss
     """
-    ratio = log_ratio.detach().exp()
+    ratio, advantages = log_ratio.detach().exp(), masked(advantages, mask)
     weight = ratio.clamp(1 - bounds.clip_low, 1 + bounds.clip_high)
     return _under(mask, -weight * advantages * logprobs, ratio, weight != ratio)
 
@@ -105,9 +105,11 @@ def find_objective(name: str) -> ObjectiveFunction:
     logprobs = torch.full((1, 2), -1.0, requires_grad=True)
     try:
         found = function(logprobs + 1, logprobs, torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), Bounds(0.2, 0.2))
-        shapes = [tuple(part.shape) for part in (found.loss, found.ratio, found.clipped)]
     except Exception as error:
         raise UserError(f"objective {name!r}, tried on two tokens: {describe(error)}") from error
+    if not isinstance(found, Objective):
+        raise UserError(f"objective {name!r} returned a {type(found).__name__}, not an Objective(loss, ratio, clipped)")
+    shapes = [tuple(part.shape) for part in found]
     if shapes != [(1, 2)] * 3:
         raise UserError(f"objective {name!r}: loss, ratio and clipped of rows [1, 2] have the shapes {shapes}")
     if not found.loss.requires_grad:
