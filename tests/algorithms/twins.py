@@ -112,7 +112,7 @@ def cispo(log_ratio, logprob, advantage, low, high, dual=None):
 
 def kl(logprob, reference, estimator: str):
     gap = logprob - reference
-    if math.isnan(gap):
+    if math.isnan(constant(gap)):
         return 0.0
     gap = bounded(gap, -BOUND, BOUND)
     if estimator == "k1":
