@@ -28,6 +28,11 @@ def _lengths(config: RunConfig) -> Iterator[str]:
     lengths = f"data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_response_tokens"
     if rows != sorted(set(rows)):
         yield f"trainer.row_tokens {rows} must ascend without repetition"
+    if config.trainer.microbatch_tokens is not None and config.trainer.microbatch_tokens < min(rows):
+        yield (
+            f"trainer.microbatch_tokens {config.trainer.microbatch_tokens} do not hold one row of the shortest length in"
+            f" trainer.row_tokens, {min(rows)}"
+        )
     if config.max_sample_tokens > max(rows):
         yield (
             f"{lengths} {rollout.max_response_tokens} = {config.max_sample_tokens} tokens do not fit the longest row"

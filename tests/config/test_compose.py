@@ -44,6 +44,8 @@ def test_every_value_of_a_sweep_is_checked():
         (["cluster.devices_per_chip=2"], ["whole chips", "multiple of cluster.devices_per_chip 2"]),
         (["algorithm.minibatches=7"], ["= 128 samples are not divisible by algorithm.minibatches 7"]),
         (["data.max_prompt_tokens=4000"], ["tokens do not fit the longest row", "context_tokens"]),
+        (["trainer.row_tokens=[256,128]"], ["[256, 128] must ascend"]),
+        (["trainer.microbatch_tokens=100"], ["microbatch_tokens 100 do not hold one row", "row_tokens, 128"]),
         (["rollout.kv_cache_tokens=16"], ["rollout.kv_cache_tokens 16"]),
         (["data.train.task=null"], ["data.train.task"]),
         (["rollout.engines"], ["'rollout.engines' is neither KEY=VALUE nor an option"]),

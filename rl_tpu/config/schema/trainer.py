@@ -61,7 +61,8 @@ class TrainerConfig(Section):
     row_tokens: list[Positive] = Field(default=[2048], min_length=1)
     """Allowed lengths of packed rows, ascending; each is one compiled program on an XLA device."""
     microbatch_tokens: Positive | None = None
-    """Tokens of one forward and backward per rank: as many packed rows as fit, at least one; null: one row."""
+    """Tokens of one forward and backward per rank: as many packed rows as fit, at least one; null: one row. Rows that
+    are longer are used only for samples that fit no other."""
     param_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the forward and backward; master weights, gradients' reductions and optimizer stay float32."""
     parallel: ParallelConfig = ParallelConfig()
@@ -73,7 +74,7 @@ class TrainerConfig(Section):
     offload_reference: bool = False
     """Keep the reference policy in host memory and bring its layers to the device as they are needed."""
     share_prompts: bool = False
-    """Lay a prompt once beside all its answers in a row, so that it is computed once."""
+    """Lay a prompt once beside all its answers in a row, so that it is computed once for them all."""
     max_skipped_updates: Positive = 10
     """So many updates in a row without a finite gradient end the run."""
     optimizer: OptimizerConfig = OptimizerConfig()
