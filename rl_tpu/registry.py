@@ -81,7 +81,7 @@ def check_types(what: str, name: str, call: Callable[..., Any], options: Mapping
     while isinstance(call, functools.partial):
         call = call.func
     try:
-        annotations = get_type_hints(call.__init__ if isinstance(call, type) else call)
+        annotations = get_type_hints(call.__init__ if isinstance(call, type) else call, include_extras=True)
     except Exception:  # names imported for type checkers alone
         return
     for key in options.keys() & annotations.keys():

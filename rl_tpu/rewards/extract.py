@@ -3,47 +3,83 @@ r"""Finding the final answer in what a model wrote: after its thinking, in tags,
 from __future__ import annotations
 
 import re
+from typing import Literal
+
+AnswerFormat = Literal["any", "boxed", "answer_line", "last_line", "tag", "whole"]
+"""Where an answer stands: `\\boxed{...}`; a line `Answer: ...`; the same as the very last line; `<answer>...</answer>`;
+the whole response. `any` takes the last box or answer line, after tags if there are some."""
+
+# Between two boxes that give one answer together: "\boxed{1}, \boxed{2}", "$\boxed{1}$ or $\boxed{2}$".
+CONNECTIVE = re.compile(
+    r"(?:[\s$,;.:&*()\[\]{}]|\\[()\[\],;!\s]|\\\\|\\q?quad\b|\\(?:text|mathrm)\s*\{\s*(?:and|or)?\s*\}|\b(?:and|or)\b)*",
+    re.IGNORECASE,
+)
+CONNECTIVE_CHARACTERS = 100
+ANSWER_LINE = re.compile(r"\banswer[*_ ]*:[*_ ]*\s*(\S[^\n]*)", re.IGNORECASE)
+LAST_LINE = re.compile(r"\s*answer\s*:\s*(.*)", re.IGNORECASE)
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last ``</think>``; everything if there is none."""
-    return text.rpartition("</think>")[2]
+    """What the model shows: after the last ``</think>`` and before a ``<think>`` that never closes.
+
+    A text without tags is shown whole.
+    """
+    return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
-def last_tagged(text: str) -> str | None:
-    """Content of the last ``<answer>...</answer>``."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return found[-1].strip() if found else None
-
-
-def last_boxed(text: str) -> tuple[int, str] | None:
-    r"""Start and content of the last ``\boxed{...}`` whose braces close."""
-    last = None
-    open_braces: list[re.Match[str]] = []
-    for brace in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
-        if brace.group().endswith("{") and brace.group() != r"\{":
-            open_braces.append(brace)
-        elif brace.group() == "}" and open_braces:
-            opening = open_braces.pop()
-            if opening.group() != "{" and (last is None or opening.start() > last[0]):
-                last = (opening.start(), text[opening.end() : brace.start()])
-    return last
-
-
-def last_answer_line(text: str) -> tuple[int, str] | None:
-    r"""Start and rest of the last line with ``Answer:`` (bold or not), or the next line if the rest is empty."""
-    matches = list(re.finditer(r"(?i)\banswer[*_ ]*:[*_ ]*\s*(\S[^\n]*)", text))
-    return (matches[-1].start(), matches[-1].group(1)) if matches else None
+def find_answer(response: str, answer_format: AnswerFormat = "any") -> str | None:
+    """The last answer in the given format, without its wrapping; None if there is none. See `AnswerFormat`."""
+    if answer_format == "whole":
+        found = [(0, response)]
+    elif answer_format == "last_line":
+        line = LAST_LINE.fullmatch(response.rstrip().rpartition("\n")[2])
+        found = [(0, line.group(1))] if line else []
+    else:
+        finders = {"tag": last_tagged, "boxed": last_boxed, "answer_line": last_answer_line}
+        wanted = finders.values() if answer_format == "any" else [finders[answer_format]]
+        found = [answer for find in wanted if (answer := find(response))]
+    return strip_marks(_inside(max(found)[1])) or None if found else None
 
 
 def final_answer(text: str) -> str:
     r"""After the thinking: what stands in the last ``<answer>`` tags, else in the last ``\boxed{}``, else everything."""
     response = after_thinking(text)
-    tagged = last_tagged(response)
-    if tagged is not None:
-        return tagged
-    boxed = last_boxed(response)
-    return (boxed[1] if boxed else response).strip()
+    found = last_tagged(response) or last_boxed(response) or (0, response)
+    return found[1].strip()
+
+
+def last_tagged(text: str) -> tuple[int, str] | None:
+    """Start and content of the last ``<answer>...</answer>``."""
+    before, closed, _ = text.rpartition("</answer>")
+    start = before.rfind("<answer>") if closed else -1
+    return (start, before[start + len("<answer>") :]) if start >= 0 else None
+
+
+def last_boxed(text: str) -> tuple[int, str] | None:
+    r"""Start and content of the last ``\boxed{...}`` whose braces close.
+
+    Boxes side by side (``\boxed{1}, \boxed{2}``, ``\boxed{1} or \boxed{2}``) are one answer, a list: who boxes two
+    answers has not given either. Words between them make the last one a correction.
+    """
+    boxes = _boxes(text)
+    if not boxes:
+        return None
+    last, _, content = boxes.pop()
+    contents, start = [content], last
+    while boxes and boxes[-1][1] > start - CONNECTIVE_CHARACTERS:
+        before, end, content = boxes.pop()
+        if end <= start:  # else the later box stands inside this one
+            if not CONNECTIVE.fullmatch(text, end, start):
+                break
+            contents.append(content)
+        start = before
+    return last, ", ".join(dict.fromkeys(piece.strip() for piece in reversed(contents)))
+
+
+def last_answer_line(text: str) -> tuple[int, str] | None:
+    r"""Start and rest of the last line with ``Answer:`` (bold or not), or the next line if the rest is empty."""
+    lines = list(ANSWER_LINE.finditer(text))
+    return (lines[-1].start(), lines[-1].group(1).partition("</answer>")[0]) if lines else None
 
 
 def strip_marks(answer: str) -> str:
@@ -53,6 +89,28 @@ def strip_marks(answer: str) -> str:
         before = answer
         answer = answer.strip().removesuffix(".").strip("*`").strip()
         for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-            if len(answer) > len(start) + len(end) and answer.startswith(start) and answer.endswith(end):
-                answer = answer[len(start) : -len(end)]
+            if len(answer) >= len(start) + len(end) and answer.startswith(start) and answer.endswith(end):
+                inner = answer[len(start) : -len(end)]
+                if start not in inner:  # else these are the ends of two: $1$ and $2$
+                    answer = inner
     return answer
+
+
+def _inside(answer: str) -> str:
+    """What stands in the answer's box, if it has one."""
+    boxed = last_boxed(answer)
+    return boxed[1] if boxed else answer
+
+
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    r"""Start, end and content of every ``\boxed{...}`` whose braces close, in order of their starts."""
+    found = []
+    open_braces: list[re.Match[str]] = []
+    for brace in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
+        if brace.group().endswith("{") and brace.group() != r"\{":
+            open_braces.append(brace)
+        elif brace.group() == "}" and open_braces:
+            opening = open_braces.pop()
+            if opening.group() != "{":
+                found.append((opening.start(), brace.end(), text[opening.end() : brace.start()]))
+    return sorted(found)

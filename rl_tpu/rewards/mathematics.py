@@ -1,24 +1,21 @@
-r"""Mathematical answers: `\boxed{}` or an ``Answer:`` line, compared as expressions by Math-Verify."""
+r"""Mathematical answers: found where the prompt asked for them, compared as expressions."""
 
 from __future__ import annotations
 
-import logging
+import re
 from typing import Any, Literal
 
-from math_verify import LatexExtractionConfig, parse, verify
-
-from rl_tpu.rewards.extract import after_thinking, last_answer_line, last_boxed, strip_marks
+from rl_tpu.rewards.equivalence import equivalent, read, same_reading, search
+from rl_tpu.rewards.extract import (
+    after_thinking,
+    find_answer,
+    last_answer_line,
+    last_boxed,
+    last_tagged,
+    strip_marks,
+)
+from rl_tpu.rewards.units import split_unit
 from rl_tpu.types import Prompt
-
-AnswerFormat = Literal["any", "boxed", "answer_line", "free"]
-
-MAX_ANSWER_CHARACTERS = 1000
-"""A policy that repeats itself writes endless answers. Longer ones are wrong at once, instead of at the deadline."""
-FREE_CHARACTERS = 4000
-"""How much of a response's end `free` searches."""
-
-# Its own time-outs need SIGALRM and with it the main thread. They stay off: a reward worker has a deadline.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def score(
@@ -26,47 +23,51 @@ def score(
     answer: Any,
     prompt: Prompt,
     *,
-    answer_format: AnswerFormat = "any",
+    answer_format: Literal["any", "boxed", "answer_line", "last_line", "tag", "free"] = "any",
+    needs_think_end: bool = False,
     correct: float = 1.0,
     incorrect: float = 0.0,
 ) -> float:
     r"""``correct`` if the response's last answer equals ``answer`` as a mathematical expression, else ``incorrect``.
 
     ``answer_format`` says where an answer counts, and must fit what the prompt asks for: ``boxed`` (``\boxed{...}``),
-    ``answer_line`` (``Answer: ...``, the format of DAPO-Math-17k), ``any`` of both, whichever comes last, or ``free``
-    (Math-Verify's search of the last 4000 characters). After a ``</think>`` only what follows the last one is read.
-    A percent sign is a unit and, like other units, left out of the comparison.
+    ``answer_line`` (a line ``Answer: ...``), ``last_line`` (the same, and it must be the last: what the prompts of
+    DAPO-Math-17k ask for), ``tag`` (``<answer>...</answer>``), ``any`` of these, whichever comes last, or ``free`` (as
+    ``any``, but an answer line may be a sentence, and without any of these Math-Verify searches the last 4000
+    characters).
+
+    What stands inside ``<think>`` does not count, also if it never closes. ``needs_think_end``: nor does a response
+    without ``</think>``; for chat templates that open the thinking in the prompt.
+
+    A percent sign is a unit; an answer may leave its unit out but not have another one.
     """
     if not isinstance(answer, (str, int, float)):
         raise TypeError(f"the expected answer must be text or a number, it is {answer!r}")
-    response = after_thinking(text)
-    expected = strip_marks(str(answer))
-    if answer_format == "free":
-        found = parse(response[-FREE_CHARACTERS:], parsing_timeout=None)
-        return correct if _equal(expected, found) else incorrect
-    given = extract_answer(response, answer_format)
-    if given is None or len(given) > MAX_ANSWER_CHARACTERS:
+    if needs_think_end and "</think>" not in text:
         return incorrect
-    return correct if given == expected or _equal(expected, _reading(given)) else incorrect
+    return correct if _is_right(after_thinking(text), str(answer), answer_format) else incorrect
 
 
-def extract_answer(response: str, answer_format: AnswerFormat) -> str | None:
-    """The last answer in the given format, without its wrapping; None if there is none."""
-    boxed = last_boxed(response) if answer_format != "answer_line" else None
-    line = last_answer_line(response) if answer_format != "boxed" else None
-    if line:
-        inside = last_boxed(line[1])
-        line = (line[0], inside[1] if inside else line[1])
-    last = max((found for found in (boxed, line) if found), default=None)
-    return strip_marks(last[1]) if last else None
+def _is_right(response: str, answer: str, answer_format: str) -> bool:
+    if answer_format == "free" and (text := _searched(response)) is not None:
+        return same_reading(_expected(answer), search(text))
+    given = find_answer(response, "any" if answer_format == "free" else answer_format)
+    return given is not None and equivalent(strip_marks(answer), given)
 
 
-def _equal(expected: str, given: list) -> bool:
-    return verify(_reading(expected), given, timeout_seconds=None)
+def _searched(response: str) -> str | None:
+    """What `free` gives to Math-Verify: the last answer line, which may be a sentence, or everything; None after a box."""
+    line, marked = (
+        last_answer_line(response),
+        max(filter(None, (last_boxed(response), last_tagged(response))), default=None),
+    )
+    if marked and (not line or marked > line or last_boxed(line[1])):
+        return None
+    return line[1] if line else response
 
 
-def _reading(answer: str) -> list:
-    r"""An answer read whole, as LaTeX. Without the box, Math-Verify would look for an answer inside it: 4 in 4\sqrt{2}."""
-    for plain, latex in ((">=", r"\geq "), ("<=", r"\leq "), ("!=", r"\neq "), (r"\%", ""), ("%", "")):
-        answer = answer.replace(plain, latex)
-    return parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig()], parsing_timeout=None)
+def _expected(answer: str) -> tuple:
+    """The expected answer, searched if it is text with marked mathematics in it, else read whole."""
+    if any(mark in answer for mark in ("$", r"\boxed", r"\(", r"\[")) or re.fullmatch(r"[-+\d.,\s]+", answer):
+        return search(answer)
+    return read(split_unit(answer.strip())[0])

@@ -1,27 +1,72 @@
-"""Reward functions by name or import path.
+"""Reward functions by name or import path, and what they may look like.
 
-A reward function scores one sample::
+Most score one answer by its text::
 
     def reward(text: str, answer: Any, prompt: Prompt, **options) -> float | dict[str, float]
 
 ``text`` is the decoded response, ``answer`` and ``prompt`` come from the data. A dict holds named parts; the reward is
-their sum. It runs in worker processes, one sample at a time, under a deadline (`rl_tpu.rewards.service`).
+their sum. `takes_response` hands over a `Response` in place of its text, `takes_group` all responses to the prompt.
+Functions run in worker processes under a deadline (`rl_tpu.rewards.service`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rl_tpu.registry import check_options, lookup
 
-RewardFunction = Callable[..., "float | dict[str, float]"]
+RewardFunction = Callable[..., Any]
+Scope = Literal["text", "response", "group"]
 
 REWARDS = {
+    "diversity": "rl_tpu.rewards.group:diversity",
+    "exact": "rl_tpu.rewards.matching:exact",
+    "format": "rl_tpu.rewards.layout:tags",
+    "gsm8k": "rl_tpu.rewards.numeric:gsm8k",
+    "judge": "rl_tpu.rewards.judge:score",
+    "length": "rl_tpu.rewards.layout:length",
+    "length_rank": "rl_tpu.rewards.group:length_rank",
+    "majority": "rl_tpu.rewards.group:majority",
     "math": "rl_tpu.rewards.mathematics:score",
+    "multiple_choice": "rl_tpu.rewards.matching:multiple_choice",
     "reasoning_gym": "rl_tpu.rewards.reasoning_gym:score",
+    "regex": "rl_tpu.rewards.matching:regex",
+    "remote": "rl_tpu.rewards.remote:score",
+    "repetition": "rl_tpu.rewards.layout:repetition",
 }
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a reward sees of a sample: its decoded text, its length in tokens, and why it ended (`stop`, `length`)."""
+
+    text: str
+    tokens: int
+    finish_reason: str = "stop"
+
+
+def takes_response(function: RewardFunction) -> RewardFunction:
+    """Marks a reward function whose first argument is a `Response`."""
+    function.reward_scope = "response"
+    return function
+
+
+def takes_group(function: RewardFunction) -> RewardFunction:
+    """Marks a reward function that scores all responses to a prompt at once.
+
+    Its first argument is ``list[Response]``; it returns one entry for each: a number, named parts, or an exception for a
+    response that could not be scored.
+    """
+    function.reward_scope = "group"
+    return function
+
+
+def scope_of(function: RewardFunction) -> Scope:
+    """What the function wants as its first argument."""
+    return getattr(function, "reward_scope", "text")
 
 
 def find_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:

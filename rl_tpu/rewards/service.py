@@ -7,30 +7,21 @@ a late or dead worker is replaced and its sample gets the configured reward.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass
-
-from pebble import ProcessExpired, ProcessPool
 
 from rl_tpu.config.schema import RewardConfig
 from rl_tpu.errors import RunError
-from rl_tpu.rewards import worker
-from rl_tpu.rewards.registry import find_reward
+from rl_tpu.rewards.plan import make_plan
+from rl_tpu.rewards.pool import WorkerDied, WorkerPool
+from rl_tpu.rewards.registry import Response
+from rl_tpu.rewards.worker import OUT_OF_MEMORY_EXIT_CODE, Job, Score, Setup
 from rl_tpu.types import Prompt, Sample
-
-WORKER_START_S = 120.0
-"""Longest wait for a new worker to import the reward function, on a busy machine."""
-POOL_ATTEMPTS = 3
-"""A pool that loses an idle worker gives up all that waits in it; those samples are tried so many times in all."""
 
 
 @dataclass(frozen=True)
 class RewardStats:
-    """Counts since the last reading. ``seconds`` were spent inside reward functions, summed over samples."""
+    """Counts of samples since the last reading. ``seconds`` were spent inside reward functions, summed over samples."""
 
     scored: int = 0
     timeouts: int = 0
@@ -44,35 +35,51 @@ class RewardStats:
 
 
 class RewardService:
-    """Worker processes that score samples; they start with the first sample.
+    """Worker processes that score samples; they start with `start` or the first sample and end with `close`.
 
-    Raises UserError at once for an unknown reward or options that it does not take. Workers end with `close`, and with
-    the thread that scored first: use the service in the driver's main thread.
+    Raises UserError at once for an unknown reward or options that it does not take.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        find_reward(config.name, config.options)
         self._config = config
-        self._part = config.name.rpartition(":")[2]
-        self._pool: ProcessPool | None = None
-        self._pending: set[Future] = set()
+        self._plan = make_plan(config)
+        self._pool: WorkerPool | None = None
         self._closed = False
         self._counts = dict.fromkeys(RewardStats.__dataclass_fields__, 0)
 
     def start(self) -> None:
         """Start the workers now, so that they are ready when the first sample comes. Returns at once."""
-        self._running_pool().schedule(os.getpid)
+        if self._closed:
+            raise RunError("the reward service is closed")
+        if self._pool is None:
+            memory = self._config.worker_memory_gb
+            setup = Setup(self._plan.terms, memory and int(memory * 1e9), os.getpid())
+            self._pool = WorkerPool(self._config.workers, self._config.timeout_s, setup)
 
     async def score(self, prompt: Prompt, samples: list[Sample]) -> None:
         """Fill ``reward``, ``reward_parts`` and ``reward_error`` of every sample of one prompt.
 
-        Raises RunError if the reward function raises (or returns no finite number) and ``on_error`` is ``fail``, and if
-        the service is closed meanwhile.
+        Every sample is a job of its own; functions that take groups get one job for all samples.
+
+        Raises RunError if a reward function raises (or returns no finite number) and ``on_error`` is ``fail``, if
+        ``by_source`` has no entry for the prompt, and if the service is closed meanwhile.
         """
-        outcomes = await asyncio.gather(*(self._score(prompt, sample) for sample in samples), return_exceptions=True)
-        for outcome in outcomes:
-            if outcome is not None:
+        self.start()
+        terms = self._plan.route(prompt)
+        grouped = [position for position in terms if self._plan.terms[position].scope == "group"]
+        single = tuple(position for position in terms if position not in grouped)
+        responses = [Response(sample.text, len(sample.response_ids), sample.finish_reason) for sample in samples]
+        jobs = [Job((position,), responses, prompt) for position in grouped]
+        jobs += [Job(single, [response], prompt) for response in responses] if single else []
+        done = await asyncio.gather(*(self._do(job) for job in jobs), return_exceptions=True)
+        for outcome in done:
+            if isinstance(outcome, BaseException):
                 raise outcome
+        whole, alone = done[: len(grouped)], done[len(grouped) :]
+        for index, sample in enumerate(samples):
+            self._fill(sample, [scores[index] for scores in whole] + [scores[0] for scores in alone[index : index + 1]])
+        if self._config.on_error == "fail":
+            self._raise_error(prompt, [score for scores in done for score in scores])
 
     def take_stats(self) -> RewardStats:
         """Counts since the last call."""
@@ -83,7 +90,8 @@ class RewardService:
     def close(self) -> None:
         """End all workers; none is left when this returns. May be called twice."""
         self._closed = True
-        self._stop_pool()
+        if self._pool is not None:
+            self._pool.close()
 
     def __enter__(self) -> RewardService:
         return self
@@ -91,83 +99,41 @@ class RewardService:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _score(self, prompt: Prompt, sample: Sample) -> None:
+    async def _do(self, job: Job) -> list[Score]:
         try:
-            score = await self._grade(prompt, sample)
+            return await asyncio.wrap_future(self._pool.submit(job))
         except TimeoutError:
-            score = worker.Score(error=f"no reward within {self._config.timeout_s:g} s", seconds=self._config.timeout_s)
-            self._counts["timeouts"] += 1
-        except (ProcessExpired, BrokenProcessPool) as error:
-            exit_code = f" with exit code {error.exitcode}" if isinstance(error, ProcessExpired) else ""
-            score = worker.Score(error=f"the reward worker died{exit_code}")
-            self._counts["crashes"] += 1
-        else:
-            self._counts["errors"] += score.error is not None
-            if score.error is not None and self._config.on_error == "fail":
-                raise RunError(
-                    f"reward {self._config.name!r} failed on a sample of prompt {prompt.id!r}: {score.error}; "
-                    "mend it, or set reward.on_error=score to count such samples and go on"
-                )
+            limit = self._config.timeout_s
+            failed = Score({}, "timeouts", f"no reward within {limit:g} s", limit / len(job.responses))
+        except WorkerDied as death:
+            if death.exit_code == OUT_OF_MEMORY_EXIT_CODE:
+                reason = f"the reward wanted more memory than reward.worker_memory_gb={self._config.worker_memory_gb:g}"
+            else:
+                reason = f"the reward worker died with exit code {death.exit_code}"
+            failed = Score({}, "crashes", reason)
+        return [failed] * len(job.responses)
+
+    def _fill(self, sample: Sample, scores: list[Score]) -> None:
+        """What the terms gave to one sample, added up; the first failure takes all."""
+        failed = next((score for score in scores if score.failure), None)
         self._counts["scored"] += 1
-        self._counts["seconds"] += score.seconds
-        sample.reward_error = score.error
-        sample.reward_parts = score.parts if score.error is None else {self._part: self._config.failure_reward}
+        self._counts["seconds"] += sum(score.seconds for score in scores)
+        if failed is None:
+            sample.reward_error = None
+            sample.reward_parts = {}
+            for name, value in (part for score in scores for part in score.parts.items()):
+                sample.reward_parts[name] = sample.reward_parts.get(name, 0.0) + value
+        else:
+            self._counts[failed.failure] += 1
+            sample.reward_error = failed.error
+            terms = self._plan.terms
+            sample.reward_parts = {terms[0].label if len(terms) == 1 else "failed": self._config.failure_reward}
         sample.reward = sum(sample.reward_parts.values())
 
-    async def _grade(self, prompt: Prompt, sample: Sample) -> worker.Score:
-        """One sample's score; TimeoutError past its deadline, ProcessExpired or BrokenProcessPool if workers died."""
-        for _ in range(POOL_ATTEMPTS):
-            if self._closed:
-                raise RunError("the reward service is closed")
-            pool = self._running_pool()
-            try:
-                return await self._grade_in(pool, prompt, sample)
-            except BrokenProcessPool:
-                if self._pool is pool:
-                    self._stop_pool()
-        raise BrokenProcessPool
-
-    async def _grade_in(self, pool: ProcessPool, prompt: Prompt, sample: Sample) -> worker.Score:
-        try:
-            future = pool.schedule(
-                worker.score, args=(sample.text, prompt.answer, prompt), timeout=self._config.timeout_s
+    def _raise_error(self, prompt: Prompt, scores: list[Score]) -> None:
+        error = next((score.error for score in scores if score.failure == "errors"), None)
+        if error is not None:
+            raise RunError(
+                f"the reward failed on a sample of prompt {prompt.id!r}: {error}; "
+                "mend it, or set reward.on_error=score to count such samples and go on"
             )
-        except RuntimeError as error:  # it broke since the last sample
-            raise BrokenProcessPool(str(error)) from error
-        self._pending.add(future)
-        # The pool counts a sample's deadline from the moment a worker takes it. This one covers the queue before that.
-        rounds = 1 + len(self._pending) // self._config.workers
-        patience = rounds * (self._config.timeout_s + WORKER_START_S)
-        try:
-            async with asyncio.timeout(patience) as guard:
-                return await asyncio.wrap_future(future)
-        except TimeoutError:
-            if guard.expired():
-                raise RunError(
-                    f"reward {self._config.name!r}: no worker took a sample within {patience:.0f} s"
-                ) from None
-            raise
-        finally:
-            self._pending.discard(future)
-
-    def _running_pool(self) -> ProcessPool:
-        if self._pool is None:
-            self._pool = ProcessPool(
-                max_workers=self._config.workers,
-                initializer=worker.start,
-                initargs=(self._config.name, self._part, self._config.options, os.getpid()),
-                # Not forked: a worker has no business with the driver's Ray, gRPC and torch threads.
-                context=multiprocessing.get_context("spawn"),
-            )
-        return self._pool
-
-    def _stop_pool(self) -> None:
-        if self._pool is None:
-            return
-        pool, self._pool = self._pool, None
-        pool.stop()
-        pool.join()
-        for future in list(self._pending):
-            with suppress(InvalidStateError):  # done already
-                future.set_exception(BrokenProcessPool("the workers were stopped"))
-        self._pending.clear()

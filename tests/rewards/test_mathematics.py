@@ -23,7 +23,13 @@ RIGHT = [
     (r"2 + 2 = \boxed{4}.", "4"),
     (r"<think>\boxed{5}?</think> \boxed{4}", "4"),
     (r"perhaps 5 ... </think> \boxed{4}", "4"),
-    (r"<think>no end, but \boxed{4}", "4"),
+    (r"<think>\boxed{5}?</think> \boxed{4} <think>or \boxed{5}", "4"),
+    (r"\boxed{4}, \boxed{4}", "4"),
+    (r"$\boxed{1}$ and $\boxed{2}$", "1, 2"),
+    (r"\boxed{1} \text{ or } \boxed{2}", r"\{1, 2\}"),
+    ("so <answer>4</answer>", "4"),
+    (r"<answer>\boxed{4}</answer>", "4"),
+    (r"<answer>5</answer> no: \boxed{4}", "4"),
     (r"\boxed{3}, no: \boxed{4}", "4"),
     (r"\boxed{4} and then \boxed{7", "4"),
     (r"\fboxed{4}", "4"),
@@ -77,6 +83,9 @@ WRONG = [
     (r"\boxed{5}", "4"),
     (r"\boxed{4} no, \boxed{5}", "4"),
     (r"\boxed{4}</think> I am not sure.", "4"),
+    (r"<think>no end, but \boxed{4}", "4"),
+    (r"\boxed{5} or \boxed{4}", "4"),
+    (r"\boxed{4}\boxed{5}", "4"),
     ("Answer: 4\nAnswer: 5", "4"),
     ("Answer:", "4"),
     (r"\boxed{4\sqrt{2}}", "4"),
@@ -118,6 +127,31 @@ def test_the_asked_format_alone_counts():
     assert grade("so it must be $4$", "4", answer_format="free") == 1
     assert grade("so it must be $5$", "4", answer_format="free") == 0
     assert grade("I have 4 apples and eat 1; 3 are left", "3", answer_format="free") == 1
+    assert grade("Answer: The largest $n$ is 34.", "34", answer_format="free") == 1
+    assert grade(r"\boxed{5} and $4$", "4", answer_format="free") == 0
+    assert grade("<answer>4</answer>", "4", answer_format="tag") == 1
+    assert grade(r"\boxed{4}", "4", answer_format="tag") == 0
+
+
+def test_the_last_line_of_dapo():
+    def dapo(text):
+        return grade(text, "34", answer_format="last_line")
+
+    assert dapo("Some steps.\n\nAnswer: 34") == 1
+    assert dapo("Answer: $34$\n") == 1
+    assert dapo("answer : \\boxed{34}") == 1
+    assert dapo("Answer: 34\nI hope that helps.") == 0
+    assert dapo("The answer is: 34") == 0
+    assert dapo("So the Answer: 34") == 0
+    assert dapo(r"\boxed{34}") == 0
+    assert dapo("Answer:\n34") == 0
+    assert dapo("") == 0
+
+
+def test_templates_that_open_the_thinking_in_the_prompt():
+    assert grade(r"cut off in thought \boxed{4}", "4") == 1
+    assert grade(r"cut off in thought \boxed{4}", "4", needs_think_end=True) == 0
+    assert grade(r"thought</think> \boxed{4}", "4", needs_think_end=True) == 1
 
 
 def test_scores_are_options():
@@ -163,4 +197,4 @@ REPEATED = [r"\boxed{" * 20_000, "Answer: " * 50_000, r"\boxed{1" + " " * 100_00
 @pytest.mark.parametrize("text", REPEATED)
 def test_endless_repetition_is_graded_quickly(text):
     assert grade(text, "4") == 0.0
-    assert grade(text + r" \boxed{4}", "4") == 1.0
+    assert grade(text + r" so \boxed{4}", "4") == 1.0
