@@ -21,7 +21,7 @@ class Prompt:
 
     ``id`` is stable over runs (source and position), ``ids`` are the prompt's token ids (generation prompt included),
     ``answer`` is whatever the reward compares with, ``messages`` the chat turns the ids were rendered from,
-    ``metadata`` the other fields of the row (for rewards and dumps).
+    ``metadata`` the other fields of the row (for rewards and dumps), ``source`` the name of its source in a mixture.
     """
 
     id: str
@@ -29,6 +29,7 @@ class Prompt:
     answer: Any
     messages: tuple[dict[str, str], ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 @dataclass(frozen=True)

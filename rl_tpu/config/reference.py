@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rl_tpu.config.schema import EvalSetConfig, PromptSourceConfig, RunConfig
+from rl_tpu.config.schema import EvalSetConfig, MixedSourceConfig, PromptSourceConfig, RunConfig
 
 HEADER = """# Configuration reference
 
@@ -24,7 +25,8 @@ def reference() -> str:
     """The whole reference as Markdown."""
     sections = [("", RunConfig), *_nested(RunConfig, "")]
     sections += [
-        ("data.train, evaluation.sets.NAME.source", PromptSourceConfig),
+        ("data.train, data.train.sources.NAME, evaluation.sets.NAME.source", PromptSourceConfig),
+        ("data.train.sources.NAME", MixedSourceConfig),
         ("evaluation.sets.NAME", EvalSetConfig),
     ]
     return "\n".join([HEADER, *(_table(path, section) for path, section in sections)])
@@ -33,7 +35,7 @@ def reference() -> str:
 def _nested(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
     for name, field in section.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not PromptSourceConfig:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield prefix + name, kind
             yield from _nested(kind, f"{prefix}{name}.")
 
@@ -41,7 +43,10 @@ def _nested(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[B
 def _table(path: str, section: type[BaseModel]) -> str:
     lines = [f"## {f'`{path}`' if path else 'The run'}", "", _flat(section.__doc__), ""]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    own = inspect.get_annotations(section)
     for name, field in section.model_fields.items():
+        if name not in own and issubclass(section, PromptSourceConfig):
+            continue  # it stands in that table
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             kind, default = "section", ""
         else:

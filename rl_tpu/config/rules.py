@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from rl_tpu.config.schema import PromptSourceConfig, RunConfig
@@ -96,15 +97,36 @@ def _sync(config: RunConfig) -> Iterator[str]:
 
 
 def _sources(config: RunConfig) -> Iterator[str]:
-    yield from _source("data.train", config.data.train)
-    for name, evaluation in config.evaluation.sets.items():
-        yield from _source(f"evaluation.sets.{name}.source", evaluation.source)
+    for where, source in config.prompt_sources.items():
+        yield from source_rules(source, f"{where}.")
 
 
-def _source(where: str, source: PromptSourceConfig) -> Iterator[str]:
-    if source.kind == "file" and not source.path:
-        yield f"{where}.path is required for kind=file"
-    if source.kind == "reasoning_gym" and not (source.task and source.size):
-        yield f"{where}.task and {where}.size are required for kind=reasoning_gym"
+def source_rules(source: PromptSourceConfig, prefix: str = "") -> Iterator[str]:
+    """What is wrong with one prompt source even before its file is there or a problem is generated."""
+    if source.kind == "mixture":
+        yield f"{prefix}sources are required for kind=mixture: name: {{weight, and what a source has}}"
+        return
+    if source.kind == "file":
+        yield from _file_rules(source, prefix)
+    elif not (source.task and source.size):
+        yield f"{prefix}task (for example chain_sum) and {prefix}size are required for kind=reasoning_gym"
     if "{prompt}" not in source.template:
-        yield f"{where}.template {source.template!r} must contain {{prompt}}"
+        yield f"{prefix}template {source.template!r} must contain {{prompt}}"
+    if source.held_out_share == {"held_out": 0.0, "train": 1.0}.get(source.part):
+        yield f"with {prefix}held_out_share {source.held_out_share} nothing is on the side {prefix}part={source.part}"
+
+
+def _file_rules(source: PromptSourceConfig, prefix: str) -> Iterator[str]:
+    if not source.path:
+        yield f"{prefix}path is required for kind=file"
+    if (source.choices_field is not None) != ("{choices}" in source.template):
+        yield f"{prefix}choices_field and {{choices}} in {prefix}template go together, one of them is missing"
+    if source.pass_rate_field is None and (source.min_pass_rate, source.max_pass_rate) != (0.0, 1.0):
+        yield f"{prefix}min_pass_rate and max_pass_rate need {prefix}pass_rate_field, the field with the pass rate"
+    if source.min_pass_rate > source.max_pass_rate:
+        yield f"{prefix}min_pass_rate {source.min_pass_rate} exceeds max_pass_rate {source.max_pass_rate}"
+    if source.answer_pattern is not None:
+        try:
+            re.compile(source.answer_pattern)
+        except re.error as error:
+            yield f"{prefix}answer_pattern {source.answer_pattern!r} is no regular expression: {error}"

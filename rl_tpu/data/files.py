@@ -1,98 +1,117 @@
-"""Problems from JSONL and Parquet files."""
+"""The files that a prompt source's path means: a file, a glob, a dataset directory, or a list of these."""
 
 from __future__ import annotations
 
+import glob
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rl_tpu.config.schema import PromptSourceConfig
-from rl_tpu.data.problem import Message, Problem
+from rl_tpu.data.rows import READERS, reader
 from rl_tpu.errors import UserError
 from rl_tpu.registry import nearest, one_line
 
-Row = tuple[int, dict[str, Any]]
+SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}$")
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words in the names of files that say their split, as the datasets library reads them."""
 
 
-def file_problems(config: PromptSourceConfig) -> Iterator[Problem]:
-    """The rows of a file, one problem each. Raises UserError, naming file and line, at the first bad one."""
-    path = Path(config.path).expanduser()
-    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
-    if path.is_dir():
-        raise UserError(f"{path} is a directory; give one .jsonl or .parquet file")
-    if not path.exists():
-        raise UserError(f"there is no prompt file {path}")
-    if path.suffix not in readers:
-        raise UserError(f"{path}: prompts are read from .jsonl or .parquet files, not {path.suffix or 'this'!r}")
+def source_files(config: PromptSourceConfig) -> list[tuple[Path, str]]:
+    """Every file of a source in a fixed order, each with its path below their common folder (it begins prompts' ids).
+
+    Raises:
+        UserError: something does not exist, holds no data, or holds several splits and none is chosen.
+    """
+    paths = [config.path] if isinstance(config.path, str) else config.path or []
+    files = [file for path in paths for file in _files(path, config.split)]
+    root = Path(os.path.commonpath([file.absolute().parent for file in files]))
+    return [(file, file.absolute().relative_to(root).as_posix()) for file in files]
+
+
+def files_exist(config: PromptSourceConfig) -> bool:
+    """Whether everything that a source's path names is there (not whether it is of any use)."""
+    paths = [config.path] if isinstance(config.path, str) else config.path or []
+    return all(Path(path).expanduser().exists() or _matching(path) for path in paths)
+
+
+def _matching(path: str) -> list[Path]:
+    pattern = str(Path(path).expanduser())
+    return [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if Path(name).is_file()]
+
+
+def _files(path: str, split: str | None) -> list[Path]:
+    given = Path(path).expanduser()
+    if given.is_dir():
+        return _directory(given, split)
+    found = [given] if given.exists() else _matching(path)
+    if not found:
+        raise UserError(f"there is no prompt file {given}")
+    for file in found:
+        reader(file)
+    return found
+
+
+def _directory(directory: Path, split: str | None) -> list[Path]:
+    """The data files of one split of a directory that `save_to_disk` wrote or that came from a hub."""
+    if (directory / "dataset_dict.json").exists():
+        chosen = _choose(directory, _listed(directory / "dataset_dict.json", "splits"), split)
+        return _saved(directory / chosen)
+    if (directory / "state.json").exists():
+        return _saved(directory)
+    splits: dict[str, list[Path]] = {}
+    for file in _data_files(directory):
+        splits.setdefault(_split_of(file), []).append(file)
+    if not splits:
+        deeper = sorted({file.parent for kind in READERS for file in directory.rglob(f"*{kind}")})
+        hint = f"; there is some in {', '.join(str(folder.relative_to(directory)) for folder in deeper[:8])}"
+        raise UserError(
+            f"{directory} has no {', '.join(READERS)} files in it nor in its folder data{hint if deeper else ''}"
+        )
+    return splits[_choose(directory, splits, split)]
+
+
+def _data_files(directory: Path) -> Iterator[Path]:
+    for folder in (directory, directory / "data"):
+        yield from sorted(file for file in folder.glob("*") if file.name.endswith(tuple(READERS)) and file.is_file())
+
+
+def _split_of(file: Path) -> str:
+    """The split a hub file's name says, `train` where it says none."""
+    stem = file.name.split(".", 1)[0]
+    if shard := SHARD.match(stem):
+        return shard["split"]
+    words = re.split(r"[^a-z]+", stem.lower())
+    return next((split for split, known in SPLIT_WORDS.items() if set(known) & set(words)), "train")
+
+
+def _choose(directory: Path, splits: list[str] | dict[str, list[Path]], wanted: str | None) -> str:
+    names = sorted(splits)
+    if wanted is None and len(names) == 1:
+        return names[0]
+    if wanted is None:
+        raise UserError(f"{directory} has the splits {', '.join(names)}; choose one with split")
+    if wanted not in names:
+        raise UserError(f"{directory} has no split {wanted!r}{nearest(wanted, names)} (it has {', '.join(names)})")
+    return wanted
+
+
+def _saved(directory: Path) -> list[Path]:
+    """The Arrow files of a dataset that `save_to_disk` wrote, in the order of its rows."""
+    files = [directory / entry["filename"] for entry in _listed(directory / "state.json", "_data_files")]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise UserError(f"{directory} lacks {', '.join(missing)}, named in its state.json; copy the directory again")
+    return files
+
+
+def _listed(path: Path, key: str) -> list:
     try:
-        for number, row in readers[path.suffix](path):
-            where = f"{path}:{number}"
-            answer = _field(row, config.answer_field, where)
-            if answer is None:
-                raise UserError(f"{where}: the answer (field {config.answer_field!r}) is null")
-            others = {key: row[key] for key in row if key not in (config.prompt_field, config.answer_field)}
-            content = _content(_field(row, config.prompt_field, where), config.prompt_field, where)
-            yield Problem(f"{path.name}:{number}", where, content, answer, others)
-    except OSError as error:
-        raise UserError(f"cannot read the prompt file {path}: {one_line(error)}") from error
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start} of the line)"
-                ) from None
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}:{number}: not JSON: {one_line(error)}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: a row must be a JSON object, this is {type(row).__name__}")
-            yield number, row
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: not a readable Parquet file (after row {number}): {one_line(error)}") from error
-
-
-def _field(row: dict[str, Any], name: str, where: str) -> Any:
-    """``row[name]``, or the nested field a dotted name means."""
-    if name in row:
-        return row[name]
-    value: Any = row
-    for part in name.split("."):
-        if not isinstance(value, dict) or part not in value:
-            there = list(value) if isinstance(value, dict) else []
-            inside = f"; fields there: {', '.join(there)}" if there else f"; {type(value).__name__} has no fields"
-            raise UserError(f"{where}: no field {name!r}{nearest(part, there)}{inside}")
-        value = value[part]
-    return value
-
-
-def _content(value: Any, name: str, where: str) -> str | list[Message]:
-    """A prompt as text or as chat messages reduced to role and content."""
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, list) and value:
-        for message in value:
-            if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-                raise UserError(f"{where}: every message in {name!r} must be an object with strings role and content")
-        return [{"role": message["role"], "content": message["content"]} for message in value]
-    kind = "empty" if value in ("", []) or isinstance(value, str) else type(value).__name__
-    raise UserError(f"{where}: field {name!r} must be text or a list of chat messages, it is {kind}")
+        return list(json.loads(path.read_text())[key])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not what save_to_disk writes: {type(error).__name__} {one_line(error)}") from None

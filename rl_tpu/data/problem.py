@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,20 +13,25 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Problem:
-    """``content`` is plain text or a list of chat messages; ``where`` is its place for error messages."""
+    """``content`` is plain text or a list of chat messages; ``where`` is its place for error messages.
+
+    ``choices`` are lettered lines for the template's ``{choices}``; ``pass_rate`` is a share from 0 to 1 where known.
+    """
 
     id: str
     where: str
     content: str | list[Message]
     answer: Any
     metadata: dict[str, Any]
+    choices: str = ""
+    pass_rate: float | None = None
 
     @property
     def text(self) -> str:
         """What the problem says, without system prompt or template: its identity in the split."""
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(message["content"] for message in self.content if message["role"] != "system")
+        if not isinstance(self.content, str):
+            return "\n".join(message["content"] for message in self.content if message["role"] != "system")
+        return f"{self.content}\n{self.choices}" if self.choices else self.content
 
 
 def side(text: str, held_out_share: float) -> Literal["train", "held_out"]:
@@ -35,3 +41,9 @@ def side(text: str, held_out_share: float) -> Literal["train", "held_out"]:
         if xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass")) < held_out_share * 2**64
         else "train"
     )
+
+
+def fingerprint(text: str) -> bytes:
+    """Equal for texts that differ only in case, white space or the way Unicode writes a character."""
+    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return xxhash.xxh3_128_digest(plain.encode(errors="surrogatepass"))

@@ -1,113 +1,134 @@
-"""From a prompt source to tokenized prompts."""
+"""From a prompt source, or a mixture of several, to tokenized prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
-from rl_tpu.config.schema import PromptSourceConfig
-from rl_tpu.data.files import file_problems
-from rl_tpu.data.generated import generated_problems, make_task
-from rl_tpu.data.problem import Message, Problem, side
+from rl_tpu.config.rules import source_rules
+from rl_tpu.config.schema import DataConfig, PromptSourceConfig
+from rl_tpu.data.generated import make_task
+from rl_tpu.data.problem import Message, Problem, fingerprint
+from rl_tpu.data.selection import describe_source, select_problems
 from rl_tpu.errors import UserError
 from rl_tpu.registry import one_line
 from rl_tpu.types import Prompt
 
+BLOCK = 256
+"""Prompts tokenized at once: besides ids a fast tokenizer keeps much that nobody needs."""
+
 
 @dataclass(frozen=True)
 class PromptSet:
-    """``skipped`` counts prompts left out as too long, ``duplicates`` repeated problems (the first one stays)."""
+    """Prompts, how many were left out for which reason, and the fingerprints of the problems behind the prompts."""
 
-    prompts: list[Prompt]
-    skipped: int = 0
-    duplicates: int = 0
+    prompts: list[Prompt] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    fingerprints: set[bytes] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.left_out.items()))
+        return f"{len(self):,} prompts" + (f" (left out: {reasons})" if reasons else "")
+
 
 def check_source(config: PromptSourceConfig) -> None:
     """Raise UserError for what is wrong with a source even before its file is there or a problem is generated."""
-    if "{prompt}" not in config.template:
-        raise UserError(f"the prompt template {config.template!r} has no {{prompt}} in it")
-    if config.held_out_share == {"held_out": 0.0, "train": 1.0}.get(config.part):
-        raise UserError(f"with held_out_share {config.held_out_share} nothing is on the side {config.part!r}")
-    if config.kind == "file" and config.path is None:
-        raise UserError("a prompt source of kind file needs a path")
+    for finding in source_rules(config):
+        raise UserError(finding)
     if config.kind == "reasoning_gym":
-        if config.task is None:
-            raise UserError("a prompt source of kind reasoning_gym needs a task, for example chain_sum")
-        if config.size is None:
-            raise UserError("a prompt source of kind reasoning_gym needs a size, the number of problems to generate")
         make_task(config.task, config.task_options)
 
 
 def load_prompts(
-    config: PromptSourceConfig, tokenizer: Any, *, max_prompt_tokens: int, too_long: Literal["skip", "fail"]
+    config: PromptSourceConfig,
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    too_long: Literal["skip", "fail"],
+    elsewhere: Mapping[bytes, str] | None = None,
+    name: str = "",
 ) -> PromptSet:
-    """Distinct problems of one side of the split, rendered with the chat template and tokenized.
+    """Distinct problems of one source, rendered with the chat template and tokenized.
 
     A Hugging Face ``tokenizer`` with a chat template renders every problem with its generation prompt. A prompt of more
-    than ``max_prompt_tokens`` tokens is skipped and counted, or an error. Raises UserError for anything wrong with the
-    source, naming file and line.
+    than ``max_prompt_tokens`` tokens is skipped and counted, or an error. ``elsewhere`` has fingerprints of problems that
+    are left out, and where they are; ``name`` is the source's own in a mixture. Raises UserError for anything wrong with
+    the source, naming file and line.
     """
     check_source(config)
-    problems, duplicates = _select(config)
-    texts, rendered_messages = [], []
-    for problem in problems:
-        messages = _messages(problem, config)
-        texts.append(_render(messages, problem.where, tokenizer))
-        rendered_messages.append(tuple(messages))
-    prompts = []
-    for problem, messages, tokens in zip(problems, rendered_messages, _tokenize(texts, tokenizer), strict=True):
-        if len(tokens) <= max_prompt_tokens:
-            prompts.append(Prompt(problem.id, tuple(tokens), problem.answer, messages, problem.metadata))
+    found = PromptSet()
+    problems = select_problems(config, found.left_out, elsewhere or {})
+    for problem, messages, ids in _tokenized(problems, config, tokenizer):
+        if len(ids) <= max_prompt_tokens:
+            identity = f"{name}/{problem.id}" if name else problem.id
+            found.prompts.append(Prompt(identity, tuple(ids), problem.answer, messages, problem.metadata, name))
+            found.fingerprints.add(fingerprint(problem.text))
         elif too_long == "fail":
             raise UserError(
-                f"{problem.where}: the prompt has {len(tokens)} tokens, more than max_prompt_tokens {max_prompt_tokens}"
+                f"{problem.where}: the prompt has {len(ids)} tokens, more than max_prompt_tokens {max_prompt_tokens}"
             )
-    skipped = len(problems) - len(prompts)
-    if not prompts:
-        why = f"; all {skipped} are longer than {max_prompt_tokens} tokens" if skipped else ""
-        raise UserError(f"{_source(config)} has no prompt on its side {config.part!r} of the split{why}")
-    return PromptSet(prompts, skipped, duplicates)
+        else:
+            found.left_out[f"longer than {max_prompt_tokens} tokens"] += 1
+    if not found.prompts:
+        raise UserError(f"{describe_source(config)}, side {config.part!r} of the split: {found}")
+    return found
 
 
-def _select(config: PromptSourceConfig) -> tuple[list[Problem], int]:
-    """The first ``size`` distinct problems on the wanted side, and how many repetitions were passed over."""
-    problems: Iterable[Problem] = (
-        generated_problems(config) if config.kind == "reasoning_gym" else file_problems(config)
-    )
-    chosen: list[Problem] = []
-    seen: set[tuple[str, str]] = set()
-    duplicates = since_new = 0
-    for problem in problems:
-        # The same question with another answer is another problem of a file, but a generated task repeating itself.
-        key = (str(problem.content), "" if config.kind == "reasoning_gym" else repr(problem.answer))
-        if key in seen:
-            duplicates += 1
-            since_new += 1
-            if config.kind == "reasoning_gym" and since_new > 1000 + 10 * len(seen):
-                raise UserError(
-                    f"{_source(config)} has only {len(chosen)} distinct problems on its side {config.part!r} of the "
-                    f"split, not {config.size}: lower size or widen task_options"
-                )
-            continue
-        seen.add(key)
-        since_new = 0
-        if config.part in ("all", side(problem.text, config.held_out_share)):
-            chosen.append(problem)
-        if len(chosen) == config.size:
-            break
-    return chosen, duplicates
+def load_training_prompts(
+    config: DataConfig, tokenizer: Any, evaluation: Mapping[str, PromptSet] | None = None
+) -> dict[str, PromptSet]:
+    """The prompts of `data.train` by the name of their source in a mixture; the name of a lone source is empty.
+
+    Of a problem in several sources the first one keeps it. With `exclude_evaluation` problems that are in an
+    ``evaluation`` set (by name) are left out. Raises UserError as `load_prompts` does.
+    """
+    elsewhere: dict[bytes, str] = {}
+    if config.exclude_evaluation:
+        for name, chosen in (evaluation or {}).items():
+            elsewhere |= dict.fromkeys(chosen.fingerprints, f"evaluation set {name}")
+    sources: Mapping[str, PromptSourceConfig] = {"": config.train}
+    if config.train.kind == "mixture" and config.train.sources:
+        sources = config.train.sources
+    training = {}
+    for name, source in sources.items():
+        training[name] = load_prompts(
+            source,
+            tokenizer,
+            max_prompt_tokens=config.max_prompt_tokens,
+            too_long=config.too_long,
+            elsewhere=elsewhere,
+            name=name,
+        )
+        elsewhere |= dict.fromkeys(training[name].fingerprints, f"source {name}")
+    return training
+
+
+def _tokenized(
+    problems: Iterable[Problem], config: PromptSourceConfig, tokenizer: Any
+) -> Iterator[tuple[Problem, tuple[Message, ...], list[int]]]:
+    problems = iter(problems)
+    while block := list(islice(problems, BLOCK)):
+        conversations = [_messages(problem, config) for problem in block]
+        texts = [_render(turns, problem.where, tokenizer) for turns, problem in zip(conversations, block, strict=True)]
+        # The template wrote the special tokens already.
+        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        yield from zip(block, map(tuple, conversations), ids, strict=True)
 
 
 def _messages(problem: Problem, config: PromptSourceConfig) -> list[Message]:
     if not isinstance(problem.content, str):
         return problem.content
     # Not str.format: templates and problems are full of LaTeX braces.
-    user = {"role": "user", "content": config.template.replace("{prompt}", problem.content)}
+    parts = {"{prompt}": problem.content, "{choices}": problem.choices}
+    content = re.sub(r"\{prompt\}|\{choices\}", lambda place: parts[place[0]], config.template)
+    user = {"role": "user", "content": content}
     return [{"role": "system", "content": config.system_prompt}, user] if config.system_prompt else [user]
 
 
@@ -124,15 +145,3 @@ def _render(messages: list[Message], where: str, tokenizer: Any) -> str:
     except UnicodeEncodeError:
         raise UserError(f"{where}: the prompt holds half of a surrogate pair, which is no character") from None
     return text
-
-
-def _tokenize(texts: list[str], tokenizer: Any) -> Iterator[list[int]]:
-    """Token ids of rendered prompts. In blocks: besides ids a fast tokenizer keeps much that nobody needs."""
-    for start in range(0, len(texts), 256):
-        block = texts[start : start + 256]
-        # The template wrote the special tokens already.
-        yield from tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _source(config: PromptSourceConfig) -> str:
-    return f"prompt file {config.path}" if config.kind == "file" else f"reasoning_gym task {config.task!r}"

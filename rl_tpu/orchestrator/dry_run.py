@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rl_tpu.config.compose import find_file
 from rl_tpu.config.schema import RunConfig
+from rl_tpu.data import describe_source, files_exist
 from rl_tpu.orchestrator.inputs import missing_files, read_inputs
 from rl_tpu.orchestrator.placement import plan
 
@@ -78,18 +78,17 @@ def _files(config: RunConfig) -> Table:
     if model.exists():
         inputs = read_inputs(config) if not missing_files(config) else None
         table.add_row("model", str(model), "yes")
-        counts = {"data.train": inputs.train.prompts} if inputs else {}
-        counts |= {f"evaluation.sets.{chosen.name}": chosen.prompts for chosen in inputs.eval_sets} if inputs else {}
+        found = inputs.found if inputs else {}
     else:
         makes = f"no; will be made by {config.model.make}" if config.model.make else "no"
         table.add_row("model", str(model), makes)
-        counts = {}
-    sources = {"data.train": config.data.train}
-    sources |= {f"evaluation.sets.{name}": chosen.source for name, chosen in config.evaluation.sets.items()}
-    for name, source in sources.items():
-        where = source.path or f"reasoning-gym {source.task}, {source.size} problems, part {source.part}"
-        here = f"{len(counts[name])} prompts" if name in counts else ("generated" if not source.path else "")
-        if source.path and name not in counts:
-            here = "yes" if find_file(source.path).exists() else "no"
-        table.add_row(name, where, here)
+        found = {}
+    for place, source in config.prompt_sources.items():
+        if place in found:
+            here = str(found[place])
+        elif source.kind == "file":
+            here = "yes" if files_exist(source) else "no"
+        else:
+            here = f"{source.size:,} problems of part {source.part}, to be generated"
+        table.add_row(place, describe_source(source), here)
     return table

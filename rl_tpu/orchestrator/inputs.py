@@ -13,14 +13,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rl_tpu.config.compose import find_file
-from rl_tpu.config.schema import ModelConfig, PromptSourceConfig, RunConfig, WeightSyncConfig
-from rl_tpu.data import PromptSet, check_source, load_prompts, load_tokenizer
+from rl_tpu.config.schema import ModelConfig, RunConfig, WeightSyncConfig
+from rl_tpu.data import PromptSet, check_source, files_exist, load_prompts, load_tokenizer, load_training_prompts
 from rl_tpu.devices import get_device
 from rl_tpu.environments import find_environment
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.evaluation import EvalSet
 from rl_tpu.registry import check_types, one_line
-from rl_tpu.rewards import find_reward
+from rl_tpu.rewards import make_plan
+from rl_tpu.types import Prompt
 from weight_sync import WeightSyncError
 from weight_sync.transport import find_transport
 
@@ -34,8 +35,15 @@ class Inputs:
 
     model_dir: Path
     tokenizer: PreTrainedTokenizerBase
-    train: PromptSet
+    train: dict[str, PromptSet]
+    """By the name of the source in a mixture; the name of a lone source is empty."""
     eval_sets: list[EvalSet]
+    found: dict[str, PromptSet]
+    """What was read from each source, by its place in the configuration."""
+
+    @property
+    def train_prompts(self) -> list[Prompt]:
+        return [prompt for found in self.train.values() for prompt in found.prompts]
 
 
 def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
@@ -48,12 +56,14 @@ def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
     model_dir = _model_directory(config.model)
     tokenizer = load_tokenizer(model_dir)
     _check_context(config, model_dir)
-    train = _load(config, config.data.train, tokenizer) if training else PromptSet([], 0)
-    sets = [
-        EvalSet(name, chosen, _load(config, chosen.source, tokenizer).prompts)
-        for name, chosen in config.evaluation.sets.items()
-    ]
-    return Inputs(model_dir, tokenizer, train, sets)
+    data = config.data
+    lengths = {"max_prompt_tokens": data.max_prompt_tokens, "too_long": data.too_long}
+    sets = {name: load_prompts(each.source, tokenizer, **lengths) for name, each in config.evaluation.sets.items()}
+    train = load_training_prompts(data, tokenizer, sets) if training else {}
+    found = {f"data.train.sources.{name}" if name else "data.train": chosen for name, chosen in train.items()}
+    found |= {f"evaluation.sets.{name}.source": chosen for name, chosen in sets.items()}
+    eval_sets = [EvalSet(name, config.evaluation.sets[name], chosen.prompts) for name, chosen in sets.items()]
+    return Inputs(model_dir, tokenizer, train, eval_sets, found)
 
 
 def check_names(config: RunConfig) -> None:
@@ -63,11 +73,10 @@ def check_names(config: RunConfig) -> None:
         UserError: one does not; the known names are listed.
     """
     get_device(config.cluster.device)
-    find_reward(config.reward.name, config.reward.options)
+    make_plan(config.reward)
     find_environment(config.environment)
-    check_source(config.data.train)
-    for chosen in config.evaluation.sets.values():
-        check_source(chosen.source)
+    for source in config.prompt_sources.values():
+        check_source(source)
     check_transport(config.weight_sync)
 
 
@@ -110,16 +119,9 @@ def fill_options(config: RunConfig, **directories: Path) -> RunConfig:
 def missing_files(config: RunConfig) -> list[str]:
     """Files the configuration names that are not on this machine (for a dry run), as `what: path`."""
     files = {} if config.model.make else {"model": config.model.path}
-    sources = {"data.train": config.data.train}
-    sources |= {f"evaluation.sets.{name}": chosen.source for name, chosen in config.evaluation.sets.items()}
-    files |= {name: source.path for name, source in sources.items() if source.path}
-    return [f"{name}: {path}" for name, path in files.items() if not find_file(path).exists()]
-
-
-def _load(config: RunConfig, source: PromptSourceConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    return load_prompts(
-        source, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens, too_long=config.data.too_long
-    )
+    missing = [f"{what}: {path}" for what, path in files.items() if not find_file(path).exists()]
+    sources = {where: source for where, source in config.prompt_sources.items() if source.kind == "file"}
+    return missing + [f"{where}: {source.path}" for where, source in sources.items() if not files_exist(source)]
 
 
 def _model_directory(model: ModelConfig) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from rl_tpu.config.schema import RunConfig
-from rl_tpu.data import PromptStream
+from rl_tpu.data import open_stream
 from rl_tpu.environments import make_environment
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.collector import Collector
@@ -49,7 +49,7 @@ def run_job(config: RunConfig) -> None:
     check_machine(config)
     interrupt_by_sigterm()
     inputs = read_inputs(config)
-    state = load_state(checkpoint, inputs.train.prompts) if checkpoint else None
+    state = load_state(checkpoint, inputs.train_prompts) if checkpoint else None
     if state:
         check_pacing(config, state)
     with only_writer(directory), Placement(config) as placement:
@@ -151,11 +151,8 @@ async def _run(
         stack.callback(remove_segments, run_id)
         tracker = stack.enter_context(Tracker.open(config, directory.path, config.trainer.steps, step))
         try:
-            if inputs.train.skipped:
-                tracker.message(
-                    f"{inputs.train.skipped} prompts longer than data.max_prompt_tokens"
-                    f" {config.data.max_prompt_tokens} are skipped"
-                )
+            for place, prompts in inputs.found.items():
+                tracker.message(f"{place}: {prompts}")
             tracker.message(f"run directory {directory.path}; starting the trainer and the engines ...")
             rewards = RewardService(config.reward)
             stack.callback(rewards.close)
@@ -217,7 +214,7 @@ def _assemble(
     interrupt: Interrupt,
     directory: RunDirectory,
 ) -> Run:
-    stream = PromptStream(inputs.train.prompts, seed=config.seed, shuffle=config.data.shuffle)
+    stream = open_stream(inputs.train, config.data, config.seed)
     run = Run(
         config=config,
         trainer=trainer,

@@ -77,7 +77,7 @@ def test_repeated_rows_are_one_problem_but_another_answer_is_another(tmp_path, b
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": "2"}]
     found = load(write_jsonl(tmp_path / "p.jsonl", rows), byte_tokenizer)
     assert [prompt.answer for prompt in found.prompts] == ["1", "2"]
-    assert (found.duplicates, found.skipped) == (1, 0)
+    assert found.left_out == {"repeated": 1}
 
 
 def test_size_takes_the_first_rows(tmp_path, byte_tokenizer):
@@ -103,11 +103,11 @@ def test_too_long_prompts_are_skipped_and_counted_or_refused(tmp_path, byte_toke
     path = write_jsonl(tmp_path / "p.jsonl", rows)
     shortest = len(load(path, byte_tokenizer).prompts[0].ids)
     found = load(path, byte_tokenizer, max_prompt_tokens=shortest)
-    assert (len(found), found.skipped) == (1, 2)
+    assert (len(found), found.left_out) == (1, {f"longer than {shortest} tokens": 2})
     message = refused(path, byte_tokenizer, max_prompt_tokens=shortest + 1, too_long="fail")
     assert "p.jsonl:2" in message
     assert str(shortest + 290) in message
-    assert "all 3 are longer than 5 tokens" in refused(path, byte_tokenizer, max_prompt_tokens=5)
+    assert "0 prompts (left out: 3 longer than 5 tokens)" in refused(path, byte_tokenizer, max_prompt_tokens=5)
 
 
 def test_byte_order_mark_and_blank_lines_are_no_problem(tmp_path, byte_tokenizer):
@@ -160,11 +160,11 @@ def test_missing_nested_field_names_what_is_there(tmp_path, byte_tokenizer):
 
 def test_bad_files(tmp_path, byte_tokenizer):
     assert "no prompt file" in refused(tmp_path / "none.jsonl", byte_tokenizer)
-    assert "directory" in refused(tmp_path, byte_tokenizer)
+    assert "has no .jsonl" in refused(tmp_path, byte_tokenizer)
     (tmp_path / "p.csv").write_text("a,b\n")
-    assert ".jsonl or .parquet" in refused(tmp_path / "p.csv", byte_tokenizer)
+    assert ".jsonl, .jsonl.gz, .parquet, .arrow files, not '.csv'" in refused(tmp_path / "p.csv", byte_tokenizer)
     (tmp_path / "empty.jsonl").write_text("")
-    assert "no prompt" in refused(tmp_path / "empty.jsonl", byte_tokenizer)
+    assert "0 prompts" in refused(tmp_path / "empty.jsonl", byte_tokenizer)
     (tmp_path / "corrupt.parquet").write_bytes(b"PAR1 this is no parquet file PAR1")
     assert "Parquet" in refused(tmp_path / "corrupt.parquet", byte_tokenizer)
     (tmp_path / "empty.parquet").write_bytes(b"")
@@ -195,7 +195,7 @@ def test_template_and_tokenizer_faults(tmp_path, byte_tokenizer):
     path.write_bytes(GOOD)
     with pytest.raises(UserError, match=r"\{prompt\}"):
         load(path, byte_tokenizer, template="no place")
-    with pytest.raises(UserError, match="needs a path"):
+    with pytest.raises(UserError, match="path is required"):
         load_prompts(PromptSourceConfig(kind="file"), byte_tokenizer, max_prompt_tokens=9, too_long="skip")
     with pytest.raises(UserError, match="nothing is on the side"):
         load(path, byte_tokenizer, part="held_out", held_out_share=0.0)

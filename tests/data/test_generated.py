@@ -55,8 +55,8 @@ def test_whole_small_task_splits_into_disjoint_sides(byte_tokenizer):
         ({"task_options": {"min_terms": 5, "max_terms": 2}}, "refuses options"),
         ({"task_options": {"min_terms": "two"}}, "chain_sum"),
         ({"task_options": {"size": 3}}, "set size of the prompt source"),
-        ({"task": None}, "needs a task"),
-        ({"size": None}, "needs a size"),
+        ({"task": None}, "task (for example chain_sum)"),
+        ({"size": None}, "size are required"),
     ],
 )
 def test_bad_settings_are_one_line(byte_tokenizer, options, expected):

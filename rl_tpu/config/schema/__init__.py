@@ -6,7 +6,7 @@ help text, the text of its error and its line in docs/configuration.md.
 
 from rl_tpu.config.schema.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from rl_tpu.config.schema.cluster import ClusterConfig
-from rl_tpu.config.schema.data import DataConfig, PromptSourceConfig
+from rl_tpu.config.schema.data import DataConfig, MixedSourceConfig, PromptSourceConfig, TrainingSourceConfig
 from rl_tpu.config.schema.environment import EnvironmentConfig
 from rl_tpu.config.schema.evaluation import EvalSetConfig, EvaluationConfig
 from rl_tpu.config.schema.reward import RewardConfig
@@ -26,6 +26,7 @@ __all__ = [
     "EvalSetConfig",
     "EvaluationConfig",
     "KLConfig",
+    "MixedSourceConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -35,6 +36,7 @@ __all__ = [
     "RunConfig",
     "TrackingConfig",
     "TrainerConfig",
+    "TrainingSourceConfig",
     "WandbConfig",
     "WeightSyncConfig",
 ]

@@ -9,7 +9,7 @@ from pydantic import Field
 from rl_tpu.config.schema.algorithm import AlgorithmConfig
 from rl_tpu.config.schema.base import Section
 from rl_tpu.config.schema.cluster import ClusterConfig
-from rl_tpu.config.schema.data import DataConfig
+from rl_tpu.config.schema.data import DataConfig, PromptSourceConfig
 from rl_tpu.config.schema.environment import EnvironmentConfig
 from rl_tpu.config.schema.evaluation import EvaluationConfig
 from rl_tpu.config.schema.reward import RewardConfig
@@ -77,3 +77,13 @@ class RunConfig(Section):
     @property
     def max_sample_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def prompt_sources(self) -> dict[str, PromptSourceConfig]:
+        """Every single source by its place in the configuration; those of a mixture are among them."""
+        train = self.data.train
+        if train.kind == "mixture" and train.sources:
+            sources = {f"data.train.sources.{name}": source for name, source in train.sources.items()}
+        else:
+            sources = {"data.train": train}
+        return sources | {f"evaluation.sets.{name}.source": each.source for name, each in self.evaluation.sets.items()}
