@@ -59,16 +59,17 @@ def pack(
     ways = (whole_rows, filled_rows, separate_rows) if len(blocks) < len(samples) else (whole_rows,)
     shapes = []
     for length in _allowed(row_tokens, longest, microbatch_tokens):
-        multiple = ranks * rows_per_microbatch(length, microbatch_tokens)
-        microbatches = min(-(-len(way(blocks, length)) // multiple) for way in ways)
-        shapes.append((microbatches * multiple * length, microbatches, -length, microbatches * multiple))
-    _, microbatches, length, count = min(shapes)
+        size = ranks * rows_per_microbatch(length, microbatch_tokens)
+        microbatches = min(-(-len(way(blocks, length)) // size) for way in ways)
+        shapes.append((length, microbatches, microbatches * size))
+    length, microbatches, count = min(shapes, key=lambda shape: (shape[0] * shape[2], shape[1], -shape[0]))
     layouts = [
         _arranged(rows, count, ranks, microbatches)
         for way in ways
-        for rows in _layouts(way, blocks, count, -length, longest)
+        for rows in _layouts(way, blocks, count, length, longest)
     ]
-    return write_rows(samples, min(layouts, key=lambda layout: layout[0])[1], -length)
+    _, rows = min(layouts, key=lambda layout: layout[0])
+    return write_rows(samples, rows, length)
 
 
 def rows_per_microbatch(row_tokens: int, microbatch_tokens: int | None) -> int:

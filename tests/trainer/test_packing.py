@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny_policy import VOCABULARY, make_samples
+from tiny_policy import VOCABULARY
 
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.trainer.packing import (
@@ -154,16 +155,55 @@ def test_a_group_shares_its_prompt_in_as_few_rows_as_it_needs():
 
 
 def test_a_block_is_cut_where_that_saves_a_row():
-    groups = [sample_of(101, 99 + (i // 5) * 0) for i in range(15)]
-    for i, sample in enumerate(groups):
+    samples = [sample_of(101, 99) for _ in range(15)]
+    for i, sample in enumerate(samples):
         sample.prompt_ids = [i // 5] * 101  # three groups of 100 shared and 5 x 100 own tokens
-    batch = pack(groups, [1000], share_prompts=True)
+    batch = pack(samples, [1000], share_prompts=True)
     assert batch.rows == 2
     assert int((batch.segment_ids > 0).sum()) == 1900
-    check(batch, groups)
-    roomy = pack(groups, [1800], share_prompts=True)
+    check(batch, samples)
+    roomy = pack(samples, [1800], share_prompts=True)
     assert roomy.rows == 1
     assert padding_share(roomy) == 0
+
+
+def fewest_rows(samples: list[Sample], capacity: int) -> tuple[int, int]:
+    """Rows, and among the packings of so few rows the fewest tokens, by trying every division of the samples."""
+
+    def tokens(chosen: int) -> int:
+        members = [sample for i, sample in enumerate(samples) if chosen >> i & 1]
+        prompts = {tuple(sample.prompt_ids): len(sample.prompt_ids) - 1 for sample in members}
+        return sum(prompts.values()) + sum(len(sample.response_ids) + 1 for sample in members)
+
+    sizes = [tokens(chosen) for chosen in range(1 << len(samples))]
+    best = [(0, 0)]
+    for chosen in range(1, 1 << len(samples)):
+        first = chosen & -chosen  # is in some row; which others are with it?
+        others, found = chosen ^ first, []
+        for row in (first | (others & part) for part in range(others + 1) if part & ~others == 0):
+            if sizes[row] <= capacity:
+                rows, size = best[chosen ^ row]
+                found.append((rows + 1, size + sizes[row]))
+        best.append(min(found))
+    return best[-1]
+
+
+def test_shared_prompts_come_near_the_fewest_rows_and_tokens():
+    found, best = [], []
+    for seed in range(60):
+        draw = random.Random(seed)
+        samples = []
+        for group in range(draw.randint(1, 3)):
+            prompt = [group] * draw.randint(2, 40)
+            for _ in range(draw.randint(1, 4)):
+                samples.append(replace(sample_of(1, draw.randint(1, 40)), prompt_ids=prompt))
+        capacity = draw.choice([81, 100, 130])
+        batch = pack(samples[:8], [capacity], share_prompts=True)
+        found.append((batch.rows, int((batch.segment_ids > 0).sum())))
+        best.append(fewest_rows(samples[:8], capacity))
+    assert all(rows <= fewest + 1 for (rows, _), (fewest, _) in zip(found, best, strict=True))
+    for of_ours, of_best in zip(zip(*found, strict=True), zip(*best, strict=True), strict=True):
+        assert sum(of_ours) <= 1.01 * sum(of_best)
 
 
 def test_a_group_of_one_and_a_prompt_of_one_token_are_laid_plainly():
@@ -250,8 +290,3 @@ def test_bad_samples_are_refused_with_the_numbers():
         pack([sample_of(0, 4)], [64])
     with pytest.raises(RunError, match="another number of ranks than 2"):
         rank_rows(pack([sample_of(3, 4)], [64]), 0, 2)
-
-
-def test_the_samples_that_other_tests_train_on_pack_too():
-    samples = make_samples(40)
-    check(pack(samples, [64, 128], 2, 128), samples)
