@@ -15,7 +15,8 @@ CONNECTIVE = re.compile(
     re.IGNORECASE,
 )
 CONNECTIVE_CHARACTERS = 100
-ANSWER_LINE = re.compile(r"\banswer[*_ ]*:[*_ ]*\s*(\S[^\n]*)", re.IGNORECASE)
+ANSWER_LINE = re.compile(r"\banswer[*_ ]*:[*_ ]*\s*(?:the (?:final )?answer is:? )?(\S[^\n]*)", re.IGNORECASE)
+FAREWELL = re.compile(r"\.?\s*I hope it is correct.*", re.IGNORECASE)  # Minerva's few-shot examples end so
 LAST_LINE = re.compile(r"\s*answer\s*:\s*(.*)", re.IGNORECASE)
 
 
@@ -79,7 +80,7 @@ def last_boxed(text: str) -> tuple[int, str] | None:
 def last_answer_line(text: str) -> tuple[int, str] | None:
     r"""Start and rest of the last line with ``Answer:`` (bold or not), or the next line if the rest is empty."""
     lines = list(ANSWER_LINE.finditer(text))
-    return (lines[-1].start(), lines[-1].group(1).partition("</answer>")[0]) if lines else None
+    return (lines[-1].start(), FAREWELL.sub("", lines[-1][1].partition("</answer>")[0])) if lines else None
 
 
 def strip_marks(answer: str) -> str:

@@ -1,4 +1,4 @@
-r"""Units at the end of an answer: ``12 \text{ cm}``, ``50\%``, ``90^\circ``, ``3 hours``."""
+r"""Units of an answer: ``12 \text{ cm}``, ``50\%``, ``90^\circ``, ``3 hours``, ``\$5``; the base in ``1011_2`` is one too."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ _SPELLINGS = {
     "": "unit",
 }
 UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+_CURRENCIES = {r"\$": "dollar", "$": "dollar", "€": "euro", "£": "pound sterling"}
+_MONEY = re.compile(r"\s*(\\\$|[$€£])(?=\s*[\d.])")
+_BASE = re.compile(r"(?<=\d)_\{?(\d+)\}?\s*\Z")
 _SIGN = re.compile(r"\s*(\\%|%|€|¢|°|\^\s*\\circ|\^\s*\{\s*\\circ\s*\})\s*\Z")
 _TEXT = re.compile(
     r"(?:\\[ ,;]|~|\s)*\\(?:text|textnormal|textrm|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}\s*(\^\s*\{?\s*[23]\s*\}?)?\s*\Z"
@@ -54,6 +57,10 @@ def split_unit(answer: str, *, letters: bool = True) -> tuple[str, str | None]:
     Words in ``\text{}`` are taken off whatever they say, bare words only if they are units. Without ``letters`` a bare
     letter stays: ``5 m`` may be five times m.
     """
+    if money := _MONEY.match(answer):
+        return answer[money.end() :], _CURRENCIES[money[1]]
+    if base := _BASE.search(answer):
+        return answer[: base.start()], f"base {base[1]}"
     if sign := _SIGN.search(answer):
         return _cut(answer, sign, UNITS[re.sub(r"\s", "", sign[1])])
     if text := _TEXT.search(answer):

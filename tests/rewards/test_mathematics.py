@@ -42,6 +42,7 @@ RIGHT = [
     ("Final Answer: 34.", "34"),
     ("answer : \\(34\\)", "34"),
     ("Answer:\n34", "34"),
+    ("Final Answer: The final answer is $34$. I hope it is correct.", "34"),
     ("Answer: 33\nNo.\nAnswer: 34", "34"),
     (r"Answer: $\boxed{34}$", "34"),
     (r"\boxed{3} was wrong. Answer: 34", "34"),
