@@ -38,13 +38,14 @@ def shards(policy: Policy, dtype: torch.dtype) -> Iterator[Shard]:
 
 @torch.no_grad()
 def full_tensors(policy: Policy, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor whole, in float32 on the host, on the ranks that `keep` them. All ranks take part: one tensor at a
-    time is gathered on the devices."""
-    for name, tensor in policy.adapter.to_hf(policy.model.state_dict()).items():
+    """Every tensor whole, in float32 on the host, on the ranks that `keep` them. All ranks take part: one parameter at a
+    time is gathered on the devices, and only then named as Hugging Face does, for there a rank has some experts only."""
+    for parameter, tensor in policy.model.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            # A copy even where the gathered tensor is the live parameter itself.
-            yield name, whole.detach().to("cpu", copy=True)
+            for name, part in policy.adapter.to_hf({parameter: whole}).items():
+                # A copy even where the gathered tensor is the live parameter itself.
+                yield name, part.detach().to("cpu", copy=True)
 
 
 def write_hf(directory: Path, tensors: dict[str, torch.Tensor], model_dir: Path) -> None:

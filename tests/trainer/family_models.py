@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tiny_policy import VOCABULARY
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -65,11 +66,6 @@ def family_model(name: str) -> PreTrainedModel:
     return model
 
 
-def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's tensors by the names under which Hugging Face saves them: each once, experts one by one."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    tensors = revert_weight_conversion(model, model.state_dict())
-    if model.config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+def by_saved_name(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that are named as the model's parameters, by the names of its files: there, experts are one by one."""
+    return dict(revert_weight_conversion(model, tensors))
