@@ -78,3 +78,12 @@ def test_k3_keeps_its_digits_where_policies_are_close():
     """exp(-d) - 1 + d loses everything in float32 for small d; the exact value is d^2 / 2 - d^3 / 6."""
     logprobs = torch.tensor([[1e-3]])
     assert float(kl(logprobs, torch.zeros(1, 1), "k3")) == pytest.approx(1e-6 / 2 - 1e-9 / 6, rel=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_reference_gets_no_gradient(estimator):
+    reference = torch.tensor([[-1.0]], requires_grad=True)
+    logprobs = torch.tensor([[-0.5]], requires_grad=True)
+    kl(logprobs, reference, estimator).sum().backward()
+    assert reference.grad is None
+    assert logprobs.grad is not None

@@ -64,3 +64,11 @@ def test_a_long_answer_that_drifts_token_by_token_shows_in_the_sequences():
     found = mismatch_metrics(trainer, torch.full((2, 1000), -1.0), torch.ones(2, 1000), ids)
     assert found["effective_sample_size_sequences"] == pytest.approx(0.5)
     assert found["effective_sample_size_tokens"] > 0.999
+
+
+def test_ratios_of_answers_that_no_float_holds_are_compared_all_the_same():
+    """Products of e^1000, e^1000 and e^-1000: two answers of equal weight and one of none."""
+    trainer = torch.tensor([[0.0], [0.0], [-2000.0]])
+    found = mismatch_metrics(trainer, torch.full((3, 1), -1000.0), torch.ones(3, 1), torch.tensor([[1], [2], [3]]))
+    assert found["effective_sample_size_sequences"] == pytest.approx(2 / 3)
+    assert math.isfinite(found["k3"])

@@ -99,3 +99,11 @@ def test_compiles_whole_with_one_shape_for_all_data():
             expected = log_ratio(*given, rows.segment_ids[:1], "sequence")
             torch.testing.assert_close(compiled(*given, rows.segment_ids[:1], "sequence"), expected)
             torch.compiler.set_stance("fail_on_recompile")
+
+
+def test_the_policy_that_the_ratio_compares_with_gets_no_gradient():
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    for level in ("token", "sequence"):
+        found = log_ratio(logprobs, logprobs, torch.ones(1, 2), torch.tensor([[1, 2]]), level)
+        assert found.tolist() == [[0, 0]]
+        assert torch.autograd.grad(found.sum(), logprobs)[0].tolist() == [[1, 1]]
