@@ -102,7 +102,7 @@ class MixtureStream(Iterator[Prompt]):
         self._streams = {
             # A seed of its own, so that sources of one size are not in one order.
             name: PromptStream(
-                prompts[name], seed=xxhash.xxh3_64_intdigest(f"{seed}/{name}"), shuffle=shuffle, epochs=epochs
+                prompts[name], seed=xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()), shuffle=shuffle, epochs=epochs
             )
             for name in self._shares
         }

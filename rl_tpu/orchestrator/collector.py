@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_tpu.algorithms.filters import is_uniform
 from rl_tpu.config.schema import RunConfig
-from rl_tpu.data import PromptStream
+from rl_tpu.data import MixtureStream, PromptStream
 from rl_tpu.errors import RunError
 from rl_tpu.types import Group, Prompt
 
@@ -28,7 +28,7 @@ class Collector:
     ``answer`` runs once per drawn prompt. Nothing is drawn before `advance` announces the version that engines serve.
     """
 
-    def __init__(self, config: RunConfig, stream: PromptStream, answer: Answer):
+    def __init__(self, config: RunConfig, stream: PromptStream | MixtureStream, answer: Answer):
         self._per_step = config.rollout.prompts_per_step
         self._staleness = config.rollout.max_staleness
         self._drop_uniform = config.algorithm.drop_uniform_groups
@@ -49,6 +49,8 @@ class Collector:
         self._again: list[tuple[int, Prompt]] = []
         """Prompts drawn by an interrupted run and not finished: drawn again first."""
         self._finished: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
+        self._used_up = False
+        """The stream has ended."""
         self.dropped = 0
         """Uniform groups dropped since the batch before the one that `batch` returned last."""
 
@@ -58,13 +60,15 @@ class Collector:
         self._draw()
 
     async def batch(self, version: int) -> list[Group]:
-        """The groups that train policy `version` into the next one, oldest first.
+        """The groups that train policy `version` into the next one, oldest first; none if the prompts are used up.
 
         Raises:
             RunError: a group could not be answered or scored.
         """
         while len(self._ready) < self._per_step or not self._leaves_room_for_older(version):
             if not self._in_flight:
+                if self._used_up and len(self._ready) < self._per_step:
+                    return []
                 self._fill_with_uniform()
                 break
             task = await self._finished.get()
@@ -120,9 +124,12 @@ class Collector:
         ):
             if self._again:
                 index, prompt = self._again.pop(0)
-            else:
-                index, prompt = self._next_index, next(self._stream)
+            elif (prompt := next(self._stream, None)) is not None:
+                index = self._next_index
                 self._next_index += 1
+            else:
+                self._used_up = True
+                return
             task = asyncio.create_task(self._answer(prompt), name=f"group-{index}")
             self._in_flight[task] = (index, prompt, self._version)
             self._drawn_this_step += 1

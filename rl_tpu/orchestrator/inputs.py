@@ -60,6 +60,12 @@ def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
     lengths = {"max_prompt_tokens": data.max_prompt_tokens, "too_long": data.too_long}
     sets = {name: load_prompts(each.source, tokenizer, **lengths) for name, each in config.evaluation.sets.items()}
     train = load_training_prompts(data, tokenizer, sets) if training else {}
+    available = sum(map(len, train.values())) * (data.epochs or 0)
+    if training and data.epochs and available < config.rollout.prompts_per_step:
+        raise UserError(
+            f"data.epochs {data.epochs} over {available // data.epochs} prompts give {available}, fewer than the"
+            f" rollout.prompts_per_step {config.rollout.prompts_per_step} of one step"
+        )
     found = {f"data.train.sources.{name}" if name else "data.train": chosen for name, chosen in train.items()}
     found |= {f"evaluation.sets.{name}.source": chosen for name, chosen in sets.items()}
     eval_sets = [EvalSet(name, config.evaluation.sets[name], chosen.prompts) for name, chosen in sets.items()]

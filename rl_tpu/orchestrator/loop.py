@@ -68,6 +68,11 @@ async def train(run: Run) -> None:
             step = run.step
             try:
                 with timer("step"):
+                    if not groups:
+                        run.tracker.message(
+                            f"after step {step} the prompts are used up: data.epochs {config.data.epochs}"
+                        )
+                        break
                     with timer("generate"):
                         groups = await run.interrupt.guard(run.collector.batch(step))
                     metrics = batch_metrics(run, groups)
@@ -92,9 +97,11 @@ async def train(run: Run) -> None:
             if last or due(run.step, config.trainer.checkpoint.every_steps):
                 await save(run, position)
             run.interrupt.check()
-        if run.evaluated_step < run.step:  # resumed after an interruption of the last evaluation
+        if run.evaluated_step < run.step:  # the prompts were used up, or the last evaluation was interrupted
             await run.interrupt.guard(evaluation(run))
     except Exception:
+        if run.saved_step < run.step:
+            await save(run, position)
         if position is not None and run.step > run.saved_step:
             await save_what_was_paid_for(run, position)
         raise

@@ -1,10 +1,11 @@
 """Prompt files: both schemas, and one clear line for every way a file can be bad."""
 
-import json
+import gzip
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prompt_sources import answers, load_source, write_jsonl
 
 from rl_tpu.config.schema import PromptSourceConfig
 from rl_tpu.data import load_prompts
@@ -22,14 +23,8 @@ DAPO_ROWS = [
 ]
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def load(path, tokenizer, *, max_prompt_tokens=200, too_long="skip", **options):
-    config = PromptSourceConfig(kind="file", path=str(path), **options)
-    return load_prompts(config, tokenizer, max_prompt_tokens=max_prompt_tokens, too_long=too_long)
+def load(path, tokenizer, **options):
+    return load_source(tokenizer, path=str(path), **{"max_prompt_tokens": 200, **options})
 
 
 def refused(path, tokenizer, **options):
@@ -110,6 +105,19 @@ def test_too_long_prompts_are_skipped_and_counted_or_refused(tmp_path, byte_toke
     assert "0 prompts (left out: 3 longer than 5 tokens)" in refused(path, byte_tokenizer, max_prompt_tokens=5)
 
 
+def test_gzip(tmp_path, byte_tokenizer):
+    lines = b"".join(b'{"prompt": "question %d", "answer": %d}\n' % (n, n) for n in range(1000))
+    path = tmp_path / "p.jsonl.gz"
+    path.write_bytes(gzip.compress(lines))
+    found = load(path, byte_tokenizer)
+    assert answers(found) == list(range(1000))
+    assert found.prompts[41].id == "p.jsonl.gz:42"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "broken gzip file after line" in refused(path, byte_tokenizer)
+    path.write_bytes(lines)
+    assert "broken gzip file after line 0" in refused(path, byte_tokenizer)
+
+
 def test_byte_order_mark_and_blank_lines_are_no_problem(tmp_path, byte_tokenizer):
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": 1}\n\n  \n{"prompt": "b", "answer": 2}')
@@ -123,7 +131,7 @@ GOOD = b'{"prompt": "a", "answer": 1}\n'
     ("content", "expected"),
     [
         (b"{broken\n", ["bad.jsonl:2", "not JSON"]),
-        (b"[1, 2]\n", ["bad.jsonl:2", "object", "list"]),
+        (b"[1, 2]\n", ["bad.jsonl:2", "object on one line", "list"]),
         (b'{"prompt": "\xff", "answer": 1}\n', ["bad.jsonl:2", "UTF-8"]),
         (
             b'{"promt": "a", "answer": 1}\n',

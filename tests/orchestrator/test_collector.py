@@ -92,6 +92,16 @@ def test_when_every_group_is_uniform_the_bound_on_draws_ends_the_step():
     assert len(engine.answered) == 12
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_used_up_prompts_end_the_run_after_the_last_whole_batch(staleness):
+    engine = Engine(seed=4)
+    settings = config(f"rollout.max_staleness={staleness}", "trainer.steps=100")
+    collector = Collector(settings, PromptStream(PROMPTS, epochs=1), engine.answer)
+    batches = asyncio.run(run(collector, engine, 14))
+    assert [len(batch) for batch in batches] == [4] * 12 + [0, 0]
+    assert len(set(engine.answered)) == len(engine.answered) == 50
+
+
 def test_a_failing_answer_reaches_the_loop():
     async def answer(prompt):
         raise RunError("engine 0 died")
