@@ -114,6 +114,6 @@ def find_objective(name: str) -> ObjectiveFunction:
         raise UserError(f"objective {name!r}: loss, ratio and clipped of rows [1, 2] have the shapes {shapes}")
     if not found.loss.requires_grad:
         raise UserError(f"objective {name!r}: its loss has no gradient to log_ratio or logprobs")
-    if found.loss[0, 1] != 0:
-        raise UserError(f"objective {name!r}: the loss of a token outside the mask is {float(found.loss[0, 1])}, not 0")
+    if (outside := found.loss.detach()[0, 1].item()) != 0:
+        raise UserError(f"objective {name!r}: the loss of a token outside the mask is {outside}, not 0")
     return function
