@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # reward workers unpickle these records and should not pay fo
 
 IGNORE_INDEX = -100
 """Label of a position that predicts nothing (last token of a sample, padding)."""
+SUPPORT_TOKENS = 4096
+"""A truncated distribution has at most so many tokens: for no more SGLang reports a token's probability within it."""
 
 
 @dataclass(frozen=True)
@@ -166,3 +168,7 @@ class PackedBatch:
     def select(self, rows: slice | list[int]) -> PackedBatch:
         """The given rows as a batch of their own."""
         return PackedBatch(**{name: tensor[rows] for name, tensor in self.tensors().items()})
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The batch on a device."""
+        return PackedBatch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rl_tpu.types import SUPPORT_TOKENS
+
 
 @dataclass(frozen=True)
 class Distribution:
-    """softmax(logits / temperature), cut to its likeliest tokens and renormalised: the `top_k` likeliest (-1: all), then
-    those of them before which less than `top_p` of the probability lies."""
+    """softmax(logits / temperature), truncated as SGLang does and renormalised: of the tokens in order of their
+    probability the `top_k` first (-1: all) are kept, and those before which at most `top_p` of the probability lies."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -17,3 +19,8 @@ class Distribution:
     @property
     def truncated(self) -> bool:
         return self.top_p < 1 or self.top_k > 0
+
+    @property
+    def support(self) -> int:
+        """How many tokens the truncated distribution has at most."""
+        return self.top_k if 0 < self.top_k < SUPPORT_TOKENS else SUPPORT_TOKENS

@@ -35,6 +35,9 @@ class Device(ABC):
     """What `torch.compile` compiles with."""
     pins_memory: ClassVar[bool] = True
     """Host memory can be pinned, for copies to the device that overlap with computing."""
+    dynamic_shapes: ClassVar[bool] = False
+    """Programs may depend on the data: padding is left out and attention goes segment by segment. Else every shape is
+    that of the packed rows, for devices that compile one program per shape."""
     chip_resource: ClassVar[str | None]
     """Ray's resource name of one chip; None where a chip is only a share of the cores."""
 

@@ -18,6 +18,7 @@ class CpuDevice(Device):
     distributed_backend = "gloo"
     optimizer_implementation = "foreach"
     pins_memory = False
+    dynamic_shapes = True
     chip_resource = None
 
     def torch_device(self, local_rank: int) -> torch.device:

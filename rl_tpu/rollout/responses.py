@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_tpu.errors import RunError, UserError
-from rl_tpu.types import Completion, SamplingParams, VersionSpan
-
-SUPPORT_TOKENS = 4096
-"""SGLang reports the probability of a token within a truncated distribution for at most so many tokens (its default)."""
+from rl_tpu.types import SUPPORT_TOKENS, Completion, SamplingParams, VersionSpan
 
 
 def request_body(

@@ -1,7 +1,7 @@
-"""Attention inside the samples of a packed row, as a torchtitan module.
+"""Attention inside the segments of packed rows, as a torchtitan module, and what tells it where they are.
 
-torchtitan 0.3.0 ships FlexAttention (no backward on a CPU) and variable-length attention (no CPU kernel); this one is
-torch's scaled_dot_product_attention with a mask, which every device has.
+torchtitan 0.3.0 ships FlexAttention (no backward on a CPU) and variable-length attention (no CPU kernel). There are two
+here that compute the same: one by segments, for devices whose programs may depend on the data, and one under a mask.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torchtitan.protocols.module import Module
 
+from rl_tpu.trainer.segment_attention import segment_attention
 
-class DocumentAttention(Module):
-    """Softmax attention under a mask that `document_mask` makes. The names of the arguments are torchtitan's."""
+
+class SegmentAttention(Module):
+    """Softmax attention of every token to its own segment up to itself, and to all of its prefix. The names of the
+    arguments are torchtitan's."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -33,13 +36,39 @@ class DocumentAttention(Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """q [R, L, heads, d], k and v [R, L, kv heads, d], mask [R, 1, L, L] -> [R, L, heads, d]."""
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
-        return out.transpose(1, 2)
+        """q [R, L, heads, d], k and v [R, L, kv heads, d] -> [R, L, heads, d].
+
+        attention_masks is what `segment_table` makes, for one row without padding (what follows the last segment gets
+        zeros), or the bool that `segment_mask` makes (what comes out for padding is finite and means nothing).
+        """
+        if attention_masks.dtype == torch.bool:
+            q, k, v = (tensor.transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
+            out = scaled_dot_product_attention(q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
+            return out.transpose(1, 2)
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
+        out, _ = segment_attention(q, k, v, attention_masks, q.shape[-1] ** -0.5 if scale is None else scale)
+        return out.view_as(q_BLNH)
 
 
-def document_mask(segment_ids: torch.Tensor) -> torch.Tensor:
-    """[R, L] segment ids -> [R, 1, L, L] bool: a token sees itself and what came before it in the same sample."""
-    same_segment = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)
-    return same_segment.tril_().unsqueeze(1)
+def segment_mask(segment_ids: torch.Tensor, prefix_ids: torch.Tensor) -> torch.Tensor:
+    """[R, L] segment and prefix ids -> [R, 1, L, L] bool: which tokens (last axis) each one sees. Padding sees padding."""
+    keys = segment_ids.unsqueeze(1)
+    own = segment_ids.unsqueeze(2) == keys
+    prefix = (prefix_ids.unsqueeze(2) == keys) & (keys > 0)
+    return (own | prefix).tril_().unsqueeze(1)
+
+
+def segment_table(segment_ids: torch.Tensor, prefix_ids: torch.Tensor) -> torch.Tensor:
+    """[R, L] segment and prefix ids on the host -> [S, 4] int64, also there: start and end of every segment, and start
+    and end of its prefix (0, 0 for none). Places are counted through all rows, without padding."""
+    first = torch.arange(len(segment_ids)).unsqueeze(1) * (int(segment_ids.max()) + 1)
+    real = segment_ids > 0
+    names = (first + segment_ids)[real]
+    prefixes = torch.where(prefix_ids > 0, first + prefix_ids, 0)[real]
+    segments, lengths = torch.unique_consecutive(names, return_counts=True)
+    ends = lengths.cumsum(0)
+    spans = torch.stack([ends - lengths, ends], 1)
+    prefixes = prefixes[spans[:, 0]]
+    # Names ascend. A prefix that there is not finds some segment, and multiplied by 0 nothing.
+    found = spans[torch.searchsorted(segments, prefixes)] * (prefixes > 0).unsqueeze(1)
+    return torch.cat([spans, found], 1)

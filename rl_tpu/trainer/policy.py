@@ -10,8 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-from rl_tpu.algorithms.logprobs import label_logprobs
-from rl_tpu.trainer.attention import document_mask
+from rl_tpu.algorithms.distribution import Distribution
+from rl_tpu.devices import get_device
+from rl_tpu.trainer.inputs import all_positions, without_padding
 from rl_tpu.types import PackedBatch
 
 
@@ -19,7 +20,8 @@ from rl_tpu.types import PackedBatch
 class Policy:
     """The model on this rank, and how its parameters are called in Hugging Face's names.
 
-    `model` maps input_ids [R, L], positions [R, L] and attention_masks [R, 1, L, L] to logits [R, L, vocabulary]. Its
+    `model` maps tokens [R, L], positions [R, L] and attention_masks (SegmentAttention's) to hidden states [R, L, D], from
+    which its lm_head, a LogprobHead, makes log-probabilities. Its
     parameters are DTensors in float32, split over the ranks along their first dimension.
     """
 
@@ -28,17 +30,35 @@ class Policy:
     device: torch.device
     mesh: ParallelDims
 
+    def __post_init__(self):
+        self.model._skip_lm_head = True
+
     @property
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks whose rows differ, seen from this one; None where it sees all of them."""
         return self.mesh.get_mesh("loss").get_group() if self.mesh.dp_enabled else None
 
-    def logprobs(self, rows: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of every label (0 where there is none) and entropy of every prediction, both [R, L] float32,
-        under softmax(logits / temperature). The entropy carries no gradient."""
-        mask = document_mask(rows.segment_ids)
-        logits = self.model(rows.input_ids, positions=rows.positions, attention_masks=mask)
-        return label_logprobs(logits, rows.labels, temperature)
+    def logprobs(
+        self, rows: PackedBatch, distribution: Distribution, *, only_loss: bool = False, entropy_gradient: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of every label under `distribution`, and entropy of the distributions, both [R, L] float32.
+
+        With `only_loss` they are those of the tokens under the loss mask alone. Elsewhere both are 0. The entropy carries
+        a gradient only with `entropy_gradient`.
+        """
+        rows = rows.to(self.device)
+        wanted = rows.labels >= 0
+        if only_loss:
+            wanted &= rows.loss_mask > 0
+        if get_device(self.device.type).dynamic_shapes:
+            inputs = without_padding(rows, wanted, self.mesh.tp)
+        else:
+            inputs = all_positions(rows, wanted)
+        hidden = self.model(inputs.tokens, positions=inputs.positions, attention_masks=inputs.attention)
+        found = self.model.lm_head(hidden, inputs.places, inputs.labels, distribution, entropy_gradient)
+        nothing = torch.zeros(wanted.numel(), device=self.device)
+        logprobs, entropy = (nothing.index_copy(0, inputs.targets, values).view_as(wanted) for values in found)
+        return logprobs, entropy * wanted
 
     def reshard(self) -> None:
         """Free the gathered weights. After a forward without a backward FSDP2 leaves its last group's in place."""

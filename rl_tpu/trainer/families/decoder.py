@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.models.common import Embedding, Linear, RMSNorm
+from torchtitan.models.common import Embedding, RMSNorm
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
@@ -16,8 +16,9 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from rl_tpu.trainer.attention import DocumentAttention
+from rl_tpu.trainer.attention import SegmentAttention
 from rl_tpu.trainer.families.config_json import ConfigJson
+from rl_tpu.trainer.head import LogprobHead
 
 READ = {"weight": skip_param_init}
 """Initialisation of a weight that will be read from a file."""
@@ -36,7 +37,7 @@ def attention_block(config: ConfigJson, rope: RoPE.Config, qk_norm: bool) -> dic
         head_dim=rope.dim,
         wqkv_param_init=READ,
         wo_param_init=READ,
-        inner_attention=DocumentAttention.Config(),
+        inner_attention=SegmentAttention.Config(),
         rope=rope,
         fuse_qkv=False,  # state_dict() of the fused form gathers every layer's projections on every rank
         qk_norm=norm(config, rope.dim) if qk_norm else None,
@@ -77,7 +78,7 @@ def decoder_spec(
             norm=norm(config, dim),
             enable_weight_tying=config.flag("tie_word_embeddings", False),
             tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=dim, param_init=READ),
-            lm_head=Linear.Config(in_features=dim, out_features=vocabulary, param_init=READ),
+            lm_head=LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=READ),
             layers=layers,
         ),
         parallelize_fn=parallelize,
