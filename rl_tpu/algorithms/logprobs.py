@@ -2,8 +2,8 @@
 
 With a vocabulary of 150,000 the logits of a few thousand tokens take gigabytes, and a softmax in float32 several times
 that. Here the output layer, the softmax and what is read from it run over a chunk of tokens at a time, and the backward
-computes each chunk again (unless there is only one: that one is kept). The vocabulary may be divided among ranks: then only a few numbers per token travel, and with a
-truncated distribution the likeliest logits of a chunk.
+computes each chunk again (unless there is only one: that one is kept). The vocabulary may be divided among ranks: then
+only a few numbers per token travel, and with a truncated distribution the likeliest logits of a chunk.
 """
 
 from __future__ import annotations

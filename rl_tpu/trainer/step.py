@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from rl_tpu.algorithms.distribution import Distribution
 from rl_tpu.algorithms.losses import clipped_policy_loss, supervised_loss, token_weights
 from rl_tpu.config.schema import AlgorithmConfig, TrainerConfig
 from rl_tpu.devices import get_device, prepare_torchtitan
@@ -101,7 +102,7 @@ class PolicyTrainer:
             .split(rows_per_microbatch(minibatch.row_tokens, self.config.microbatch_tokens)),
             strict=True,
         ):
-            logprobs, entropy = self.policy.logprobs(rows, self.temperature)
+            logprobs, entropy = self.policy.logprobs(rows, Distribution(self.temperature))
             loss = (self._token_loss(rows, logprobs, tally) * row_weights).sum()
             loss.backward()
             tally.add(loss=loss, entropy=entropy * rows.loss_mask, loss_tokens=rows.loss_mask)
@@ -121,7 +122,7 @@ class PolicyTrainer:
         where nothing is predicted."""
         own = batch.select(rank_rows(batch, self.layout.data_rank, self.layout.data_ranks))
         logprobs = torch.cat(
-            [self.policy.logprobs(rows, self.temperature)[0].cpu() for rows in self._microbatches(own)]
+            [self.policy.logprobs(rows, Distribution(self.temperature))[0].cpu() for rows in self._microbatches(own)]
         )
         self.policy.reshard()
         return logprobs
