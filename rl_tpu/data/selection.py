@@ -33,9 +33,10 @@ def select_problems(
     for problem in tqdm(problems, describe_source(config), unit="row", delay=QUIET_SECONDS, disable=None, leave=False):
         key = _identity(problem, generated)
         if key in seen:
-            left_out["repeated"] += 1
             since_new += 1
-            if generated and since_new > 1000 + 10 * len(seen):
+            if not generated:
+                left_out["repeated"] += 1
+            elif since_new > 1000 + 10 * len(seen):
                 raise UserError(
                     f"{describe_source(config)} has only {taken} distinct problems on its side {config.part!r} of the "
                     f"split, not {config.size}{_why(left_out)}: lower size or widen task_options"
@@ -72,5 +73,4 @@ def _identity(problem: Problem, generated: bool) -> bytes:
 
 
 def _why(left_out: Counter[str]) -> str:
-    others = [f"{count} {reason}" for reason, count in left_out.items() if reason != "repeated"]
-    return f" ({', '.join(others)})" if others else ""
+    return f" ({', '.join(f'{count:,} {reason}' for reason, count in left_out.items())})" if left_out else ""

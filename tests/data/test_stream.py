@@ -29,6 +29,14 @@ def test_unshuffled_is_the_files_order():
     assert draw(PromptStream(PROMPTS, shuffle=False), 16) == [*range(7), *range(7), 0, 1]
 
 
+def test_a_bound_on_epochs_ends_the_stream():
+    stream = PromptStream(PROMPTS, seed=3, epochs=2)
+    assert [prompt.answer for prompt in stream] == draw(PromptStream(PROMPTS, seed=3), 14)
+    resumed = PromptStream(PROMPTS, seed=3, epochs=3)
+    resumed.load_state_dict(stream.state_dict())
+    assert len(list(resumed)) == 7
+
+
 @pytest.mark.parametrize("position", [0, 1, 6, 7, 8, 20])
 def test_resumed_equals_uninterrupted(position):
     whole = draw(PromptStream(PROMPTS, seed=9), 40)
