@@ -49,11 +49,6 @@ def advantages(groups: Sequence[Sequence[float]], baseline: Baseline, scale: Sca
     return [[difference / divisor for difference in own] for own, divisor in zip(differences, divisors, strict=True)]
 
 
-def group_advantages(rewards: Sequence[float], kind: Literal["group_std", "group_mean"]) -> list[float]:
-    """Advantages of one group against its mean."""
-    return advantages([rewards], "group_mean", "group_std" if kind == "group_std" else "none")[0]
-
-
 def _minus_baseline(group: Sequence[float], baseline: str, batch_mean: float) -> list[float]:
     finite, stretch = _finite(group), 1.0
     if baseline == "none":

@@ -10,17 +10,64 @@ from rl_tpu.config.schema import PromptSourceConfig, RunConfig
 
 def broken_rules(config: RunConfig) -> list[str]:
     """Everything in `config` that cannot work together; empty if all is well."""
-    return [*_batches(config), *_lengths(config), *_chips(config), *_sources(config), *_sync(config)]
+    return [
+        *_parallel(config),
+        *_batches(config),
+        *_algorithm(config),
+        *_lengths(config),
+        *_chips(config),
+        *_sources(config),
+        *_sync(config),
+    ]
+
+
+def _parallel(config: RunConfig) -> Iterator[str]:
+    ranks, cluster, parallel = config.trainer_ranks, config.cluster, config.trainer.parallel
+    if ranks % (parallel.replicas * parallel.tensor):
+        yield (
+            f"cluster.trainer_chips {cluster.trainer_chips} x devices_per_chip {cluster.devices_per_chip} = {ranks} trainer"
+            f" ranks are not divisible by trainer.parallel.replicas {parallel.replicas} x tensor {parallel.tensor} ="
+            f" {parallel.replicas * parallel.tensor}"
+        )
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
-    rollout, samples, ranks = config.rollout, config.samples_per_step, config.trainer_ranks
+    rollout, samples, ranks = config.rollout, config.samples_per_step, max(1, config.data_ranks)
     minibatches = config.algorithm.minibatches
     shape = f"rollout.prompts_per_step {rollout.prompts_per_step} x samples_per_prompt {rollout.samples_per_prompt}"
     if samples % (minibatches * ranks):
         yield (
-            f"{shape} = {samples} samples are not divisible by algorithm.minibatches {minibatches} x trainer ranks {ranks}"
+            f"{shape} = {samples} samples are not divisible by algorithm.minibatches {minibatches} x data ranks {ranks}"
             f" = {minibatches * ranks}"
+        )
+
+
+def _algorithm(config: RunConfig) -> Iterator[str]:
+    algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
+    compares = algorithm.baseline in ("group_mean", "leave_one_out") or algorithm.scale.startswith("group_std")
+    if samples == 1 and (compares or algorithm.drop_uniform_groups):
+        yield (
+            "rollout.samples_per_prompt 1 leaves nothing to compare within a group: it needs algorithm.baseline batch_mean"
+            f" or none (now {algorithm.baseline}), algorithm.scale none or batch_std (now {algorithm.scale}) and"
+            f" algorithm.drop_uniform_groups false (now {str(algorithm.drop_uniform_groups).lower()})"
+        )
+    if algorithm.baseline in ("batch_mean", "none") and algorithm.scale.startswith("group_std"):
+        yield (
+            f"algorithm.scale {algorithm.scale} divides by a group's deviation what algorithm.baseline"
+            f" {algorithm.baseline} does not compare within the group: use scale none or batch_std"
+        )
+    correction = algorithm.correction
+    if correction.mode != "none" and algorithm.old_logprobs != "recompute":
+        yield (
+            f"algorithm.correction.mode {correction.mode} weighs the trainer's log-probabilities against the engine's:"
+            f" it needs algorithm.old_logprobs=recompute, it is {algorithm.old_logprobs}"
+        )
+    if correction.low > correction.high:
+        yield f"algorithm.correction.low {correction.low} is more than algorithm.correction.high {correction.high}"
+    if algorithm.kl.refresh_steps and not algorithm.kl.coefficient:
+        yield (
+            f"algorithm.kl.refresh_steps {algorithm.kl.refresh_steps} refreshes a reference policy that"
+            " algorithm.kl.coefficient 0 does without"
         )
 
 

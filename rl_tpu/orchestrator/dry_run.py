@@ -49,18 +49,20 @@ def _placement(config: RunConfig) -> Table:
 
 
 def _arithmetic(config: RunConfig) -> Table:
-    rollout, trainer, minibatches = config.rollout, config.trainer, config.algorithm.minibatches
+    rollout, trainer = config.rollout, config.trainer
+    minibatches, epochs = config.algorithm.minibatches, config.algorithm.epochs
     samples = config.samples_per_step
     longest = config.max_sample_tokens
     lines = {
         "samples per step": f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers = {samples}",
         "samples per optimizer step": f"{samples} / {minibatches} minibatch(es) = {samples // minibatches}",
-        "samples per trainer rank": f"{samples // minibatches} / {config.trainer_ranks} rank(s) ="
-        f" {samples // minibatches // config.trainer_ranks} per optimizer step",
+        "samples per data rank": f"{samples // minibatches} / {config.data_ranks} of {config.trainer_ranks} rank(s) ="
+        f" {samples // minibatches // config.data_ranks} per optimizer step",
         "longest sample": f"{config.data.max_prompt_tokens} prompt + {rollout.max_response_tokens} response ="
         f" {longest} tokens; rows of {', '.join(map(str, trainer.row_tokens))}; engine context {rollout.context_tokens}",
         "largest step": f"{samples} x {longest} = {samples * longest:,} tokens",
-        "optimizer steps": f"{trainer.steps} steps x {minibatches} = {trainer.steps * minibatches:,}",
+        "optimizer steps": f"{trainer.steps} steps x {minibatches} minibatch(es) x {epochs} epoch(s) ="
+        f" {trainer.steps * minibatches * epochs:,}",
         "samples in the run": f"{trainer.steps} x {samples} = {trainer.steps * samples:,}",
         "staleness": f"at most {rollout.max_staleness} policy version(s)",
     }

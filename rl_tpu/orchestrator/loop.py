@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_tpu.algorithms.advantages import group_advantages
-from rl_tpu.algorithms.overlong import soft_overlong_penalty
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.environments import Environment
 from rl_tpu.errors import RunError
 from rl_tpu.orchestrator.collector import Collector
 from rl_tpu.orchestrator.evaluation import EvalSet, evaluate
+from rl_tpu.orchestrator.experience import make_experience
 from rl_tpu.orchestrator.interrupt import Interrupt
 from rl_tpu.orchestrator.state import Checkpoints
 from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.tracking import Tracker, rollout_metrics
 from rl_tpu.trainer.group import TrainerGroup
-from rl_tpu.trainer.packing import pack
-from rl_tpu.types import Group, PackedBatch, Prompt, Sample, SamplingParams
+from rl_tpu.types import Group, Prompt, SamplingParams
 
 
 @dataclass
@@ -68,20 +66,23 @@ async def train(run: Run) -> None:
             step = run.step
             try:
                 with timer("step"):
+                    with timer("generate"):
+                        groups = await run.interrupt.guard(run.collector.batch(step))
                     if not groups:
                         run.tracker.message(
                             f"after step {step} the prompts are used up: data.epochs {config.data.epochs}"
                         )
                         break
-                    with timer("generate"):
-                        groups = await run.interrupt.guard(run.collector.batch(step))
                     metrics = batch_metrics(run, groups)
-                    metrics |= shape_rewards(groups, config)
-                    if config.algorithm.minibatches > 1:
-                        position = None  # a policy that breaks off between two minibatches belongs to no step
+                    with timer("prepare"):
+                        batches, prepared = await make_experience(groups, config, run.trainer)
+                    if config.algorithm.minibatches * config.algorithm.epochs > 1:
+                        position = None  # a policy that breaks off between two updates belongs to no step
                     with timer("train"):
-                        metrics |= await run.trainer.update(minibatches(groups, config))
+                        metrics |= prepared | await run.trainer.learn(batches)
                     run.step += 1
+                    if due(run.step, config.algorithm.kl.refresh_steps):
+                        await run.trainer.refresh_reference()
                     position = run.collector.state()
                     with timer("sync"):
                         metrics |= await synchronise(run)
@@ -99,9 +100,9 @@ async def train(run: Run) -> None:
             run.interrupt.check()
         if run.evaluated_step < run.step:  # the prompts were used up, or the last evaluation was interrupted
             await run.interrupt.guard(evaluation(run))
-    except Exception:
         if run.saved_step < run.step:
             await save(run, position)
+    except Exception:
         if position is not None and run.step > run.saved_step:
             await save_what_was_paid_for(run, position)
         raise
@@ -160,44 +161,6 @@ def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
         "reward/crashes": float(stats.crashes),
         "reward/seconds_mean": stats.mean_seconds,
     }
-
-
-def shape_rewards(groups: list[Group], config: RunConfig) -> dict[str, float]:
-    """Subtract the soft overlong penalty, then turn rewards into advantages within each group.
-
-    The penalty is no part of what was solved: `rollout_metrics` are of the rewards before it, its mean is returned.
-    """
-    penalties = []
-    for group in groups:
-        if config.algorithm.overlong_buffer_tokens:
-            penalties += [add_overlong_penalty(sample, config) for sample in group.samples]
-        advantages = group_advantages(
-            group.rewards, "group_std" if config.algorithm.scale == "group_std" else "group_mean"
-        )
-        for sample, advantage in zip(group.samples, advantages, strict=True):
-            sample.advantage = advantage
-    return {"reward/overlong_mean": sum(penalties) / len(penalties)} if penalties else {}
-
-
-def add_overlong_penalty(sample: Sample, config: RunConfig) -> float:
-    penalty = soft_overlong_penalty(
-        len(sample.response_ids),
-        config.rollout.max_response_tokens,
-        config.algorithm.overlong_buffer_tokens,
-        config.algorithm.overlong_penalty,
-    )
-    sample.reward_parts["overlong"] = penalty
-    sample.reward += penalty
-    return penalty
-
-
-def minibatches(groups: list[Group], config: RunConfig) -> list[PackedBatch]:
-    """The step's samples cut into parts of equal sample count, each packed into rows."""
-    samples = [sample for group in groups for sample in group.samples]
-    size = len(samples) // config.algorithm.minibatches
-    parts = [samples[start : start + size] for start in range(0, len(samples), size)]
-    trainer = config.trainer
-    return [pack(part, trainer.row_tokens, config.trainer_ranks, trainer.microbatch_tokens) for part in parts]
 
 
 def due(step: int, every: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_tpu.tracking.sink import Sink
 
-PARTS = ("generate", "train", "sync")
+PARTS = ("generate", "prepare", "train", "sync")
 """The parts that a step consists of."""
 
 

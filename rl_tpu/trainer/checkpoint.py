@@ -18,6 +18,7 @@ from rl_tpu.errors import UserError
 if TYPE_CHECKING:
     from rl_tpu.trainer.optimizer import PolicyOptimizer
     from rl_tpu.trainer.policy import Policy
+    from rl_tpu.trainer.reference import ReferencePolicy
 
 # What distributed checkpointing raises for files that are missing, broken or of another model.
 _BAD_FILES = (CheckpointException, OSError, ValueError, RuntimeError)
@@ -36,7 +37,7 @@ def load_hf(policy: Policy, model_dir: Path) -> None:
 class PolicyCheckpointer:
     """torchtitan's checkpointer over everything a rank holds, writing where it is told to."""
 
-    def __init__(self, policy: Policy, optimizer: PolicyOptimizer):
+    def __init__(self, policy: Policy, optimizer: PolicyOptimizer, reference: ReferencePolicy | None = None):
         from torchtitan.components.checkpointer.dcp import CheckpointManager
 
         # Where checkpoints lie and how many are kept is the driver's business: a checkpoint of a run is more than these.
@@ -49,22 +50,32 @@ class PolicyCheckpointer:
             sd_adapter=policy.adapter,
         )
         del self._manager.states["dataloader"]
+        self._reference = reference
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and random state into exactly `directory`."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._manager.dcp_save(self._states(), checkpoint_id=str(directory), async_mode=self._manager.async_mode)
+        refreshed = self._reference is not None and self._reference.refreshed
+        self._manager.dcp_save(
+            self._states(refreshed), checkpoint_id=str(directory), async_mode=self._manager.async_mode
+        )
 
     def load(self, directory: Path) -> None:
         """Restore exactly what `save` wrote; UserError where the directory is not a checkpoint of this model."""
         try:
-            self._manager.dcp_load(self._states(), checkpoint_id=str(directory), from_hf=False, from_quantized=False)
+            held = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+            refreshed = self._reference is not None and any(name.startswith("reference.") for name in held)
+            self._manager.dcp_load(
+                self._states(refreshed), checkpoint_id=str(directory), from_hf=False, from_quantized=False
+            )
         except _BAD_FILES as error:
             raise UserError(f"resume: {directory} is not a checkpoint of this model ({_reason(error)})") from error
 
-    def _states(self) -> dict[str, Any]:
+    def _states(self, reference: bool) -> dict[str, Any]:
+        """Everything by name. The reference policy is among it once it is another one than the run started from."""
         states = dict(self._manager.states)
-        return states.pop("model").state_dict() | states
+        states = states.pop("model").state_dict() | states
+        return states | {"reference": self._reference} if reference else states
 
 
 class RandomState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import ray
@@ -14,12 +15,15 @@ from ray.exceptions import RayActorError, RayTaskError
 from rl_tpu.config.schema import ClusterConfig, RunConfig
 from rl_tpu.devices import get_device
 from rl_tpu.errors import RunError, UserError
-from rl_tpu.trainer.packing import padding_share
+from rl_tpu.trainer.packing import imbalance, microbatch_shape, padding_share, shared_share
 from rl_tpu.trainer.rank import Place, TrainerRank, arrays_of
 from rl_tpu.types import PackedBatch
 
 CLOSE_TIMEOUT_S = 10.0
 PEAK_MEMORY = "train/peak_memory_gb"
+COUNTS = tuple(
+    f"train/{name}" for name in ("tokens", "loss_tokens", "excluded_tokens", "skipped_updates", "early_stops")
+)
 GRACE_S = 5.0
 """How long the other ranks get to finish a call that failed on one of them."""
 
@@ -33,6 +37,8 @@ class TrainerGroup:
         self._logs = logs
         self._places: list[Place] = []
         self._broken: str | None = None
+        self._shapes: set[tuple[int, int]] = set()
+        """Shapes of the micro-batches seen so far."""
 
     @classmethod
     async def start(
@@ -65,18 +71,25 @@ class TrainerGroup:
             raise
         return group
 
-    async def update(self, minibatches: Sequence[PackedBatch]) -> dict[str, float]:
-        """One optimizer step per minibatch, in order; metrics `train/*` of them all (`merge_metrics`)."""
-        results = await self._all("update", ray.put([arrays_of(minibatch) for minibatch in minibatches]))
+    async def learn(self, minibatches: Sequence[PackedBatch]) -> dict[str, float]:
+        """The optimizer steps of one rollout step: `algorithm.epochs` passes over `minibatches`, in order; metrics
+        `train/*` of them all (`merge_metrics`)."""
+        results = await self._all("learn", ray.put([arrays_of(minibatch) for minibatch in minibatches]))
         metrics = merge_metrics([_worst_memory(step) for step in zip(*results, strict=True)])
-        positions = [minibatch.rows * minibatch.row_tokens for minibatch in minibatches]
-        padding = sum(padding_share(batch) * size for batch, size in zip(minibatches, positions, strict=True))
-        return metrics | {"train/padding_share": padding / sum(positions)}
+        return metrics | self._packing(minibatches)
 
-    async def logprobs(self, batch: PackedBatch) -> torch.Tensor:
-        """Log-probability of every label of `batch` under the present policy, [R, L] float32."""
-        parts = await self._all("logprobs", ray.put(arrays_of(batch)))
-        return torch.cat([torch.from_numpy(part.copy()) for part in parts])
+    async def logprobs(self, batches: Sequence[PackedBatch], *, reference: bool = False) -> list[torch.Tensor]:
+        """Log-probability of every label of each batch under the present policy, or under the reference policy; each
+        [R, L] float32."""
+        arrays = ray.put([arrays_of(batch) for batch in batches])
+        ranks = await self._all("logprobs", arrays, reference)
+        # Ranks of one tensor-parallel group saw the same rows.
+        parts = zip(*ranks[:: self._config.trainer.parallel.tensor], strict=True)
+        return [torch.cat([torch.from_numpy(part.copy()) for part in batch]) for batch in parts]
+
+    async def refresh_reference(self) -> None:
+        """Make the present policy the reference."""
+        await self._all("refresh_reference")
 
     async def publish(self, version: int, whole: bool = False) -> tuple[dict[str, Any], dict[str, float]]:
         """Publish the present policy as `version`: the handle that engines receive it by, and metrics.
@@ -117,6 +130,21 @@ class TrainerGroup:
             ray.kill(actor)
         self._actors = []
         self._broken = "it was closed"
+
+    def _packing(self, minibatches: Sequence[PackedBatch]) -> dict[str, float]:
+        """What became of the step's samples as rows; an XLA device has compiled as many programs as there are shapes."""
+        budget, data_ranks = self._config.trainer.microbatch_tokens, self._config.data_ranks
+        self._shapes.update(microbatch_shape(minibatch, budget) for minibatch in minibatches)
+        positions = [minibatch.rows * minibatch.row_tokens for minibatch in minibatches]
+        padding = sum(padding_share(batch) * size for batch, size in zip(minibatches, positions, strict=True))
+        metrics = {
+            "train/padding_share": padding / sum(positions),
+            "train/rank_imbalance": max(imbalance(minibatch, data_ranks) for minibatch in minibatches),
+            "train/row_shapes": float(len(self._shapes)),
+        }
+        if self._config.trainer.share_prompts:
+            metrics["train/shared_prompt_share"] = fmean(map(shared_share, minibatches))
+        return metrics
 
     async def _all(
         self, method: str, *args: Any, each: Sequence[tuple] | None = None, timeout_s: float | None = None
@@ -212,9 +240,9 @@ def merge_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     merged = {}
     for name in steps[0]:
         values = [step[name] for step in steps]
-        if name in ("train/tokens", "train/loss_tokens", "train/skipped_updates"):
+        if name in COUNTS:
             merged[name] = sum(values)
-        elif name.startswith("train/logprob_diff_"):
+        elif name.startswith(("train/logprob_diff_", "train/mismatch_")):
             merged[name] = values[0]
         elif name.endswith("_max") or name == PEAK_MEMORY:
             merged[name] = max(values)
@@ -223,4 +251,5 @@ def merge_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
         else:
             merged[name] = sum(values) / len(values)
     seconds = sum(step["train/tokens"] / step["train/tokens_per_s"] for step in steps)
-    return merged | {"train/tokens_per_s": merged["train/tokens"] / seconds}
+    updates = len(steps) - merged["train/skipped_updates"] - merged["train/early_stops"]
+    return merged | {"train/updates": updates, "train/tokens_per_s": merged["train/tokens"] / seconds}

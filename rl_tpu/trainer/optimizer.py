@@ -45,12 +45,13 @@ class PolicyOptimizer:
         )
         self.schedule = LRSchedulersContainer(self.optimizer, factor)
 
-    def step(self) -> dict[str, float]:
-        """Clip the gradient, update the parameters, advance the schedule; nothing of it if the norm is not finite."""
+    def step(self, apply: bool = True) -> dict[str, float]:
+        """Clip the gradient, update the parameters, advance the schedule; none of it if the norm is not finite, or if the
+        gradient is not to be applied. It is gone afterwards."""
         norm = float(clip_grad_norm_(self._parameters, self._max_grad_norm, foreach=False))
         finite = math.isfinite(norm)
         learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
-        if finite:
+        if finite and apply:
             self.optimizer.step()
             self.schedule.step()
         self.optimizer.zero_grad()

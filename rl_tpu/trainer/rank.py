@@ -75,6 +75,7 @@ class TrainerRank:
         import torch
         import torch.distributed as dist
 
+        from rl_tpu.algorithms.distribution import Distribution
         from rl_tpu.trainer.step import PolicyTrainer
         from weight_sync import open_sender
 
@@ -83,7 +84,8 @@ class TrainerRank:
             config.algorithm,
             Path(model_dir),
             device=config.cluster.device,
-            temperature=config.rollout.temperature,
+            distribution=Distribution(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
+            max_response_tokens=config.rollout.max_response_tokens,
             seed=config.seed,
             store=self._meet(config.trainer.start_timeout_s),
         )
@@ -100,13 +102,17 @@ class TrainerRank:
             **config.weight_sync.options,
         )
 
-    def update(self, minibatches: list[Arrays]) -> list[dict[str, float]]:
-        """One optimizer step for each minibatch; the metrics of each, over all ranks."""
-        return [self._trainer.update(_batch(arrays)) for arrays in minibatches]
+    def learn(self, minibatches: list[Arrays]) -> list[dict[str, float]]:
+        """All optimizer steps on `minibatches`; the metrics of each, over all ranks."""
+        return self._trainer.learn([_batch(arrays) for arrays in minibatches])
 
-    def logprobs(self, batch: Arrays) -> np.ndarray:
-        """Log-probabilities of this rank's rows, [R / ranks, L] float32."""
-        return self._trainer.logprobs(_batch(batch)).numpy()
+    def logprobs(self, batches: list[Arrays], reference: bool) -> list[np.ndarray]:
+        """Log-probabilities of this rank's rows of each batch, [R / data ranks, L] float32."""
+        return [self._trainer.logprobs(_batch(batch), reference=reference).numpy() for batch in batches]
+
+    def refresh_reference(self) -> None:
+        """Make the present policy the reference."""
+        self._trainer.refresh_reference()
 
     def publish(self, version: int, whole: bool) -> tuple[dict[str, Any], dict[str, float]]:
         """Handle of the policy, published as `version`, and this rank's times and bytes of publishing it."""

@@ -44,14 +44,13 @@ class ReferencePolicy:
         self.refreshed = True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of it: nothing until it was refreshed."""
-        return dict(self._policy.model.state_dict()) if self.refreshed else {}
+        """Its weights, for a checkpoint."""
+        return dict(self._policy.model.state_dict())
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Become what `state_dict` was taken of."""
-        if state:
-            self._policy.model.load_state_dict(state, strict=True)
-            self.refreshed = True
+        self._policy.model.load_state_dict(state, strict=True)
+        self.refreshed = True
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

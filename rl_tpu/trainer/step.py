@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from rl_tpu.algorithms.aggregation import token_weights
 from rl_tpu.algorithms.distribution import Distribution
-from rl_tpu.algorithms.losses import clipped_policy_loss, supervised_loss, token_weights
+from rl_tpu.algorithms.masked import usable_tokens
+from rl_tpu.algorithms.supervised import supervised_loss
 from rl_tpu.config.schema import AlgorithmConfig, TrainerConfig
 from rl_tpu.devices import get_device, prepare_torchtitan
+from rl_tpu.errors import RunError
 from rl_tpu.trainer import checkpoint, export, process_group
 from rl_tpu.trainer.layout import Layout
+from rl_tpu.trainer.loss import PolicyLoss
 from rl_tpu.trainer.packing import rank_rows, rows_per_microbatch
 from rl_tpu.trainer.tally import Tally
 from rl_tpu.types import PackedBatch
@@ -27,17 +32,19 @@ class PolicyTrainer:
     """The policy on one rank and everything that changes it.
 
     In a process that a launcher prepared (RANK, WORLD_SIZE, ... in the environment) it is one of several ranks, else
-    the only one. `temperature` is the sampling temperature: it belongs to the policy's distribution, so every
-    log-probability here is one of softmax(logits / temperature).
+    the only one.
 
     Args:
-        config: rows, micro-batches, precision, optimizer, threads.
+        config: rows, micro-batches, parallelism, precision, optimizer, threads.
         algorithm: the loss, and how many optimizer steps one rollout step makes.
         model_dir: Hugging Face directory of the policy at version 0.
-        loss: `policy_gradient` (clipped, against sampler_logprobs) or `supervised` (cross-entropy of the masked tokens).
+        distribution: what answers are sampled from (default: the whole softmax); every log-probability here is its.
+        max_response_tokens: longest answer, the constant that the aggregation `constant_length` divides by.
+        loss: `policy` (as `algorithm` composes it) or `supervised` (cross-entropy of the masked tokens).
         store: where several ranks meet; default: at MASTER_ADDR.
 
-    Raises UserError for a model directory that cannot be read or whose architecture no family knows.
+    Raises UserError for a model directory that cannot be read, an architecture that no family knows or an objective that
+    there is not.
     """
 
     def __init__(
@@ -47,12 +54,16 @@ class PolicyTrainer:
         model_dir: Path,
         *,
         device: str = "cpu",
-        temperature: float = 1.0,
+        distribution: Distribution | None = None,
+        max_response_tokens: int = 1,
         seed: int = 0,
-        loss: Literal["policy_gradient", "supervised"] = "policy_gradient",
+        loss: Literal["policy", "supervised"] = "policy",
         store: dist.Store | None = None,
     ):
-        self.config, self.algorithm, self.temperature, self.loss = config, algorithm, temperature, loss
+        self.config, self.algorithm, self.distribution = config, algorithm, distribution or Distribution()
+        self._max_response_tokens = max_response_tokens
+        self._policy_loss = PolicyLoss(algorithm) if loss == "policy" else None
+        self._skipped_in_a_row = 0
         self.device = get_device(device)
         torch.set_num_threads(config.threads_per_rank)
         torch.manual_seed(seed)
@@ -71,6 +82,7 @@ class PolicyTrainer:
         # These import torchtitan, which has to know its device first.
         from rl_tpu.trainer.model import build_policy
         from rl_tpu.trainer.optimizer import PolicyOptimizer
+        from rl_tpu.trainer.reference import ReferencePolicy
 
         self.model_dir = model_dir
         self.policy = build_policy(model_dir, self.device, torch_device, self.config)
@@ -79,53 +91,90 @@ class PolicyTrainer:
             self.policy.model,
             self.config.optimizer,
             self.device,
-            total_steps=self.config.steps * self.algorithm.minibatches,
+            total_steps=self.config.steps * self.algorithm.minibatches * self.algorithm.epochs,
         )
-        self._checkpointer = checkpoint.PolicyCheckpointer(self.policy, self.optimizer)
+        self.reference: ReferencePolicy | None = None
+        if self.algorithm.kl.coefficient:
+            self.reference = ReferencePolicy(self.policy, model_dir, self.device, self.config)
+        self._checkpointer = checkpoint.PolicyCheckpointer(self.policy, self.optimizer, self.reference)
+
+    def learn(self, minibatches: Sequence[PackedBatch]) -> list[dict[str, float]]:
+        """`algorithm.epochs` passes over `minibatches`, one optimizer step for each; the metrics of every step.
+
+        Stops early where a step exceeds `algorithm.max_kl`.
+
+        Raises RunError once `trainer.max_skipped_updates` updates in a row had no finite gradient.
+        """
+        steps: list[dict[str, float]] = []
+        for minibatch in [minibatch for _ in range(self.algorithm.epochs) for minibatch in minibatches]:
+            steps.append(self.update(minibatch))
+            if steps[-1].get("train/early_stops"):
+                break
+        return steps
 
     def update(self, minibatch: PackedBatch) -> dict[str, float]:
         """One optimizer step on `minibatch` (the rows of all ranks, packed for so many); metrics over all ranks.
 
-        The loss is a weighted sum over the whole minibatch whose weights are known before the first micro-batch, so the
-        gradient does not depend on how rows are cut into ranks and micro-batches. An update whose gradient norm is not
-        finite changes nothing and counts in `train/skipped_updates`. `train/logprob_diff_*` is the distance from the
-        engine's log-probabilities: the engine's deviation as long as the weights are still those that wrote the batch.
+        The policy stays as it is if the gradient's norm is not finite (`train/skipped_updates`), and if it is further
+        than `algorithm.max_kl` from the old policy already (`train/early_stops`).
         """
         started = time.perf_counter()
-        weights = token_weights(minibatch.loss_mask, minibatch.segment_ids, self.algorithm.aggregation)
-        own = rank_rows(minibatch, self.layout.data_rank, self.layout.data_ranks)
-        tally = Tally()
-        for rows, row_weights in zip(
-            self._microbatches(minibatch.select(own)),
-            weights[own]
-            .to(self.policy.device)
-            .split(rows_per_microbatch(minibatch.row_tokens, self.config.microbatch_tokens)),
-            strict=True,
-        ):
-            logprobs, entropy = self.policy.logprobs(rows, Distribution(self.temperature))
-            loss = (self._token_loss(rows, logprobs, tally) * row_weights).sum()
-            loss.backward()
-            tally.add(loss=loss, entropy=entropy * rows.loss_mask, loss_tokens=rows.loss_mask)
-        sums, maxima = tally.reduce(self.policy.data_group)
-        loss_tokens = sums.pop("loss_tokens")
-        means = {name: value if name == "loss" else value / max(1.0, loss_tokens) for name, value in sums.items()}
-        tokens = float((minibatch.segment_ids > 0).sum())
-        metrics = means | maxima | self.optimizer.step() | {"tokens": tokens, "loss_tokens": loss_tokens}
-        metrics["tokens_per_s"] = tokens / (time.perf_counter() - started)
+        metrics = self.backward(minibatch)
+        too_far = self.algorithm.max_kl is not None and metrics["approx_kl"] > self.algorithm.max_kl
+        metrics |= self._step(apply=not too_far) | {"early_stops": float(too_far)}
+        metrics["tokens"] = float((minibatch.segment_ids > 0).sum())
+        metrics["tokens_per_s"] = metrics["tokens"] / (time.perf_counter() - started)
         if (peak := self.device.memory().peak_bytes) is not None:
             metrics["peak_memory_gb"] = peak / 1e9
         return {f"train/{name}": value for name, value in metrics.items()}
 
-    @torch.no_grad()
-    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
-        """Log-probabilities of the labels in this rank's rows (`rank_rows`), [R / ranks, L] float32 on the host; zero
-        where nothing is predicted."""
-        own = batch.select(rank_rows(batch, self.layout.data_rank, self.layout.data_ranks))
-        logprobs = torch.cat(
-            [self.policy.logprobs(rows, Distribution(self.temperature))[0].cpu() for rows in self._microbatches(own)]
+    def backward(self, minibatch: PackedBatch) -> dict[str, float]:
+        """Add the gradient of the minibatch's loss to the parameters'; statistics of the loss over all ranks.
+
+        The loss is a weighted sum over the whole minibatch whose weights are known before the first micro-batch, so the
+        gradient does not depend on how rows are cut into ranks and micro-batches. Tokens whose given log-probabilities
+        are no finite numbers are left out and counted (`excluded_tokens`). `logprob_diff_*` and `mismatch_k3` are the
+        distance from the engine's log-probabilities: the engine's deviation as long as the weights are those that wrote
+        the batch.
+        """
+        minibatch, excluded = usable(minibatch)
+        weights = token_weights(
+            minibatch.loss_mask, minibatch.sample_ids, self.algorithm.aggregation, self._max_response_tokens
         )
-        self.policy.reshard()
+        tally = Tally(self.policy.data_group)
+        for part in self._microbatches(minibatch):
+            rows = minibatch.select(part)
+            logprobs, entropy = self.policy.logprobs(
+                rows,
+                self.distribution,
+                only_loss=True,
+                entropy_gradient=self.algorithm.entropy_coefficient != 0,
+            )
+            rows = rows.to(self.policy.device)
+            if self._policy_loss:
+                token_loss = self._policy_loss(rows, logprobs, entropy, tally)
+            else:
+                token_loss = supervised_loss(logprobs, rows.loss_mask)
+            loss = (token_loss * weights[part].to(self.policy.device)).sum()
+            loss.backward()
+            tally.total(loss=loss)
+        loss_tokens = float(minibatch.loss_mask.sum())
+        metrics = tally.reduce(loss_tokens) | {"loss_tokens": loss_tokens}
+        return metrics | {"excluded_tokens": excluded + metrics.get("excluded_tokens", 0.0)}
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch, *, reference: bool = False) -> torch.Tensor:
+        """Log-probabilities of the labels in this rank's rows (`rank_rows`), [R / data ranks, L] float32 on the host;
+        zero where nothing is predicted. Of the policy, or of the reference policy."""
+        model = self.reference if reference else self.policy
+        parts = [batch.select(part) for part in self._microbatches(batch)]
+        logprobs = torch.cat([model.logprobs(rows, self.distribution)[0].cpu() for rows in parts])
+        model.reshard()
         return logprobs
+
+    def refresh_reference(self) -> None:
+        """Make the present policy the reference."""
+        self.reference.refresh_from(self.policy)
 
     def shards(self, dtype: torch.dtype) -> Iterator[Shard]:
         """This rank's part of the policy for weight_sync, in the engine's `dtype`."""
@@ -154,32 +203,26 @@ class PolicyTrainer:
         """Leave the process group."""
         process_group.leave()
 
-    def _microbatches(self, rows: PackedBatch) -> Iterator[PackedBatch]:
-        """The rows, so many at a time, on the device."""
-        count = rows_per_microbatch(rows.row_tokens, self.config.microbatch_tokens)
-        for start in range(0, rows.rows, count):
-            part = rows.select(slice(start, start + count))
-            yield PackedBatch(**{name: tensor.to(self.policy.device) for name, tensor in part.tensors().items()})
+    def _step(self, apply: bool) -> dict[str, float]:
+        metrics = self.optimizer.step(apply)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics["skipped_updates"] else 0
+        if self._skipped_in_a_row >= self.config.max_skipped_updates:
+            raise RunError(
+                f"the gradient was not finite in {self._skipped_in_a_row} updates in a row (trainer.max_skipped_updates);"
+                " the policy is as it was before them: look at the batches' rewards and log-probabilities"
+            )
+        return metrics
 
-    def _token_loss(self, rows: PackedBatch, logprobs: torch.Tensor, tally: Tally) -> torch.Tensor:
-        """The loss of every token, [R, L], with its statistics put into `tally`."""
-        if self.loss == "supervised":
-            return supervised_loss(logprobs, rows.loss_mask)
-        policy = clipped_policy_loss(
-            logprobs,
-            rows.sampler_logprobs,
-            rows.advantages,
-            rows.loss_mask,
-            self.algorithm.clip_low,
-            self.algorithm.clip_high,
-        )
-        log_ratio = (logprobs.detach() - rows.sampler_logprobs) * rows.loss_mask
-        tally.add(
-            clip_fraction=policy.clipped,
-            ratio_mean=policy.ratio,
-            # The estimator k3 of http://joschu.net/blog/kl-approx.html: never negative, and of low variance.
-            approx_kl=(policy.ratio - 1) * rows.loss_mask - log_ratio,
-            logprob_diff_mean=log_ratio.abs(),
-        )
-        tally.maximum(ratio_max=policy.ratio, logprob_diff_max=log_ratio.abs())
-        return policy.loss
+    def _microbatches(self, batch: PackedBatch) -> Iterator[slice]:
+        """This rank's rows of the batch, as many at a time as a micro-batch has."""
+        own = rank_rows(batch, self.layout.data_rank, self.layout.data_ranks)
+        size = rows_per_microbatch(batch.row_tokens, self.config.microbatch_tokens)
+        return (slice(start, start + size) for start in range(own.start, own.stop, size))
+
+
+def usable(batch: PackedBatch) -> tuple[PackedBatch, float]:
+    """The batch without the tokens whose given log-probabilities are no finite numbers, and how many those are."""
+    given = [batch.sampler_logprobs, batch.old_logprobs]
+    given += [] if batch.reference_logprobs is None else [batch.reference_logprobs]
+    mask = usable_tokens(batch.loss_mask, *given)
+    return replace(batch, loss_mask=mask), float((batch.loss_mask - mask).sum())

@@ -9,36 +9,44 @@ import torch.distributed as dist
 
 
 class Tally:
-    """Sums and maxima by name. They stay on the device until `reduce`, so a micro-batch costs no synchronisation."""
+    """Means, totals and maxima by name. They stay on the device until `reduce`: a micro-batch costs no synchronisation.
 
-    def __init__(self) -> None:
+    `ranks` are those whose rows differ; None: this one sees all of them.
+    """
+
+    def __init__(self, ranks: dist.ProcessGroup | None = None) -> None:
+        self._ranks = ranks
         self._sums: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._totals: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._maxima: dict[str, list[torch.Tensor]] = defaultdict(list)
 
-    def add(self, **values: torch.Tensor) -> None:
-        """Add the sum of each tensor to its name."""
+    def mean(self, **values: torch.Tensor) -> None:
+        """Tensors of one value per token, zero outside the mask, whose mean over the loss tokens is wanted."""
         for name, value in values.items():
             self._sums[name].append(value.detach().sum())
 
+    def total(self, **values: torch.Tensor) -> None:
+        """Tensors whose sum is wanted."""
+        for name, value in values.items():
+            self._totals[name].append(value.detach().sum())
+
     def maximum(self, **values: torch.Tensor) -> None:
-        """Raise each name to the largest element of its tensor."""
+        """Tensors whose largest element is wanted."""
         for name, value in values.items():
             self._maxima[name].append(value.detach().amax())
 
-    def reduce(self, ranks: dist.ProcessGroup | None) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over all micro-batches and all of `ranks`, which all call this (None: this rank alone): one
-        collective for each kind."""
-        sums = {name: torch.stack(values).sum() for name, values in self._sums.items()}
+    def reduce(self, tokens: float) -> dict[str, float]:
+        """Everything over all micro-batches and ranks, `tokens` being the loss tokens of them all: one collective for
+        sums and one for maxima. All ranks call this."""
+        sums = {name: torch.stack(values).sum() for name, values in (self._sums | self._totals).items()}
         maxima = {name: torch.stack(values).amax() for name, values in self._maxima.items()}
-        return _over_ranks(sums, dist.ReduceOp.SUM, ranks), _over_ranks(maxima, dist.ReduceOp.MAX, ranks)
+        reduced = self._over_ranks(sums, dist.ReduceOp.SUM) | self._over_ranks(maxima, dist.ReduceOp.MAX)
+        return {name: value / max(1.0, tokens) if name in self._sums else value for name, value in reduced.items()}
 
-
-def _over_ranks(
-    values: dict[str, torch.Tensor], operation: dist.ReduceOp, ranks: dist.ProcessGroup | None
-) -> dict[str, float]:
-    if not values:
-        return {}
-    stacked = torch.stack(list(values.values()))
-    if ranks is not None:
-        dist.all_reduce(stacked, operation, group=ranks)
-    return dict(zip(values, stacked.tolist(), strict=True))
+    def _over_ranks(self, values: dict[str, torch.Tensor], operation: dist.ReduceOp) -> dict[str, float]:
+        if not values:
+            return {}
+        stacked = torch.stack(list(values.values()))
+        if self._ranks is not None:
+            dist.all_reduce(stacked, operation, group=self._ranks)
+        return dict(zip(values, stacked.tolist(), strict=True))

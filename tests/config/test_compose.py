@@ -33,7 +33,7 @@ def test_every_value_of_a_sweep_is_checked():
         (["sead=1"], ["'sead'", "did you mean 'seed'"]),
         (["+evaluation.sets.held_out.temprature=1"], ["evaluation.sets.held_out.temprature", "temperature"]),
         (["rollout.temperature=0"], ["rollout.temperature=0", "greater than 0"]),
-        (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "greater than or equal to 2"]),
+        (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt 1", "greater than or equal to 2"]),
         (["trainer.steps=many"], ["trainer.steps='many'", "valid integer"]),
         (["algorithm.scale=std"], ["algorithm.scale='std'", "group_std"]),
         (["weight_sync.delivery=broadcast"], ["delivery=broadcast needs weight_sync.transport ici", "shared_memory"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,18 @@ import torch
 from tiny_qwen3 import tiny_config
 from transformers import Qwen3ForCausalLM
 
-from rl_tpu.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from rl_tpu.algorithms.distribution import Distribution
+from rl_tpu.config.schema import AlgorithmConfig, OptimizerConfig, RunConfig, TrainerConfig
 from rl_tpu.trainer.step import PolicyTrainer
-from rl_tpu.types import Sample, VersionSpan
+from rl_tpu.types import PackedBatch, Sample, VersionSpan
 
 VOCABULARY = 257  # odd: two ranks hold unequal shares of the embedding
 
 
-def tiny_qwen3(tied: bool) -> Qwen3ForCausalLM:
+def tiny_qwen3(tied: bool, vocabulary: int = VOCABULARY) -> Qwen3ForCausalLM:
     """Two layers, with weights and norms far enough from their initial values that a mistake shows."""
     torch.manual_seed(tied)
-    config = tiny_config(VOCABULARY, tied, max_position_embeddings=512, attn_implementation="eager")
+    config = tiny_config(vocabulary, tied, max_position_embeddings=512, attn_implementation="eager")
     model = Qwen3ForCausalLM(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -36,15 +37,49 @@ def one_rank(
     algorithm: AlgorithmConfig | None = None,
     microbatch_tokens: int = 128,
     param_dtype: str = "float32",
+    max_skipped_updates: int = 10,
     **options: Any,
 ) -> Iterator[PolicyTrainer]:
     """A trainer that is the only rank, in this process."""
-    config = trainer_config(microbatch_tokens, param_dtype=param_dtype)
+    config = trainer_config(microbatch_tokens, param_dtype=param_dtype, max_skipped_updates=max_skipped_updates)
     trainer = PolicyTrainer(config, algorithm or AlgorithmConfig(), model_dir, **options)
     try:
         yield trainer
     finally:
         trainer.close()
+
+
+@contextmanager
+def learning(config: RunConfig, model_dir: Path) -> Iterator[PolicyTrainer]:
+    """The one rank of a run with `config`, in this process."""
+    rollout = config.rollout
+    trainer = PolicyTrainer(
+        config.trainer,
+        config.algorithm,
+        model_dir,
+        distribution=Distribution(rollout.temperature, rollout.top_p, rollout.top_k),
+        max_response_tokens=rollout.max_response_tokens,
+    )
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+class OneRank:
+    """What the driver asks of the trainer, answered by the one rank in this process."""
+
+    def __init__(self, trainer: PolicyTrainer):
+        self._trainer = trainer
+
+    async def logprobs(self, batches: Sequence[PackedBatch], *, reference: bool = False) -> list[torch.Tensor]:
+        return [self._trainer.logprobs(batch, reference=reference) for batch in batches]
+
+
+def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    """The gradient of every parameter on one rank, in Hugging Face's names."""
+    of = {name: parameter.grad for name, parameter in trainer.policy.model.named_parameters()}
+    return trainer.policy.adapter.to_hf({name: gradient for name, gradient in of.items() if gradient is not None})
 
 
 def trainer_config(microbatch_tokens: int = 128, **options: Any) -> TrainerConfig:

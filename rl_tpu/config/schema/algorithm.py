@@ -82,8 +82,8 @@ class AlgorithmConfig(Section):
     epochs: Positive = 1
     """Passes over the batch of a rollout step."""
     max_kl: Annotated[float, Field(gt=0)] | None = None
-    """Once a minibatch's mean divergence from the old policy (k3) exceeds this, the rest of the step's updates is left
-    out; null: never."""
+    """A minibatch whose mean divergence from the old policy (k3) exceeds this makes no update and ends the step's updates;
+    null: never."""
     drop_uniform_groups: bool = False
     """Dynamic sampling: groups whose rewards are all equal teach nothing; drop them and generate others."""
     max_generation_batches: Positive = 10

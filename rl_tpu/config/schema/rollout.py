@@ -14,14 +14,14 @@ class RolloutConfig(Section):
 
     prompts_per_step: Positive
     """Prompts (groups) in one step's batch."""
-    samples_per_prompt: Annotated[int, Field(ge=2)]
-    """Answers per prompt, compared with each other."""
+    samples_per_prompt: Positive
+    """Answers per prompt, compared with each other where the algorithm has a baseline of the group's."""
     max_response_tokens: Positive
     """Longest answer, in tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; below 1 the trainer's and the engine's distributions differ."""
+    """Nucleus sampling. Log-probabilities, the trainer's too, are those of the truncated distribution."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among the k likeliest tokens; -1 for all."""
     max_staleness: Count = 0

@@ -71,6 +71,11 @@ class RunConfig(Section):
         return self.cluster.trainer_chips * self.cluster.devices_per_chip
 
     @property
+    def data_ranks(self) -> int:
+        """How many ways the trainer's rows are divided: ranks that share matrices see the same ones."""
+        return self.trainer_ranks // self.trainer.parallel.tensor
+
+    @property
     def samples_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
