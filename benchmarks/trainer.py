@@ -43,10 +43,12 @@ class Measurement:
     program: str
     arguments: str = ""
     steps: int | None = None
+    warmup: int = 2
 
     def command(self, pythons: dict[str, str], options: argparse.Namespace, model: Path) -> list[str]:
         python = pythons.get(self.program, sys.executable)
-        common = ["--model", str(model), "--threads", str(options.threads), "--steps", str(self.steps or options.steps)]
+        counts = ["--warmup", str(self.warmup), "--steps", str(self.steps or options.steps)]
+        common = ["--model", str(model), "--threads", str(options.threads), *counts]
         return [*shlex.split(options.before), python, str(STEPS / self.program), *self.arguments.split(), *common]
 
 
@@ -78,8 +80,8 @@ MEASUREMENTS = [
     *_trl("w2"),
     Measurement("prompts repeated", "our_step.py", "--workload long_prompts"),
     Measurement("prompts shared", "our_step.py", "--workload long_prompts --share-prompts"),
-    Measurement("head plain", "head_step.py", "--path plain", steps=1),
-    Measurement("head ours", "head_step.py", "--path ours", steps=1),
+    Measurement("head plain", "head_step.py", "--path plain", steps=1, warmup=1),
+    Measurement("head ours", "head_step.py", "--path ours", steps=1, warmup=1),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 from workload import arguments, measure
 
 from rl_tpu.algorithms.distribution import Distribution
-from rl_tpu.algorithms.logprobs import head_logprobs
+from rl_tpu.algorithms.logprobs import hidden_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 4096, 1024, 151_936
 
@@ -23,7 +23,7 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> t
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return head_logprobs(hidden, weight, labels, Distribution())
+    return hidden_logprobs(hidden, weight, labels, Distribution())
 
 
 def main() -> None:
