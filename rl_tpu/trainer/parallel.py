@@ -7,11 +7,13 @@ averaged: the loss of every data rank is its own part of one sum.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -22,11 +24,25 @@ from torchtitan.models.common.decoder import Decoder
 
 from rl_tpu.config.schema import ParallelConfig, TrainerConfig
 from rl_tpu.devices import Device
+from rl_tpu.errors import UserError
 from rl_tpu.trainer.policy import fsdp_modules
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan 0.3.0's default fails above one rank on torch 2.13.0."""
-CHECKPOINTING = {"selective": SelectiveAC.Config, "full": FullAC.Config}
+
+
+class SelectiveCheckpointing(SelectiveAC):
+    """torchtitan's choice of what is kept, and our attention."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() | {torch.ops.rl_tpu.segment_attention.default}
+
+
+CHECKPOINTING = {"selective": SelectiveCheckpointing.Config, "full": FullAC.Config}
 
 
 def parallelism_of(parallel: ParallelConfig) -> ParallelismConfig:
@@ -56,11 +72,12 @@ def parallelize(
     """
     if dims.tp_enabled:
         model.parallelize(dims)
+        _check_sizes(model, dims)
     if config.activation_checkpointing != "none":
         CHECKPOINTING[config.activation_checkpointing]().build(dump_folder="").apply(model)
     if config.compile:
         for block in model.layers.children():
-            block.compile(backend=device.compile_backend)
+            block.compile(backend=device.compile_backend, dynamic=device.dynamic_shapes)
     if config.parallel.sharding == "simple_fsdp" and not offload:
         # Its classes are cached with the first model's mesh and precision in them.
         simple_fsdp._wrap_class_cache.clear()
@@ -68,6 +85,17 @@ def parallelize(
         apply_simple_fsdp(model, parallel_dims=dims, training=precision)
     elif dims.world_size > 1 or config.param_dtype != "float32" or offload:
         _fully_shard(model, dims, getattr(torch, config.param_dtype), device, offload)
+
+
+def _check_sizes(model: Decoder, dims: ParallelDims) -> None:
+    """Refuse what torch 2.13.0 gathers wrongly: a first dimension that tensor parallelism and then shards cut unevenly."""
+    for name, parameter in model.named_parameters():
+        cut = dims.tp if Shard(0) in getattr(parameter, "placements", ()) else 1
+        if dims.fsdp_enabled and cut > 1 and len(parameter) % (cut * dims.dp_shard):
+            raise UserError(
+                f"trainer.parallel: the {len(parameter)} rows of {name} do not divide into tensor {dims.tp} x"
+                f" {dims.dp_shard} shards; use trainer.parallel.replicas instead of shards, or no tensor parallelism"
+            )
 
 
 def plain_parameters() -> AbstractContextManager:

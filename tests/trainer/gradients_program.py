@@ -1,7 +1,7 @@
-"""What every rank does in test_cut_invariance.py: `python gradients_program.py MODEL_DIR OUT.pt LAYOUT [LAYOUT ...]`.
+"""What every rank does in test_cut_invariance.py: `python gradients_program.py MODEL_DIR OUT.pt SETTINGS [SETTINGS ...]`.
 
-A layout is JSON: settings of the trainer. OUT.pt holds, by layout and by case, the gradient of one and the same batch in
-Hugging Face's names and its norm.
+SETTINGS are JSON: settings of the trainer, and `cuts`, the numbers of micro-batches. OUT.pt holds, by SETTINGS and by case,
+the gradient of one and the same batch in Hugging Face's names and the metrics of its update.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -22,83 +20,81 @@ from rl_tpu.trainer.packing import pack
 from rl_tpu.trainer.step import PolicyTrainer
 from rl_tpu.types import PackedBatch, Sample
 
-ROW_TOKENS = 64
-SAMPLES = 16
+ROW_TOKENS = 80
+SAMPLES, GROUP = 16, 4
 CUTS = (1, 2, 8)
+LAYINGS = ("unpacked", "packed", "shared prompts")
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.3, aggregation="token_mean")
 
 
 def uneven_samples() -> list[Sample]:
-    """Samples of 2 to 60 tokens, the longest first: ranks that split them in this order get unequal shares."""
+    """Groups of samples with one prompt and answers of 1 to 40 tokens, the longest groups first: ranks that divide them in
+    this order get unequal shares."""
     samples = make_samples(SAMPLES, seed=4)
-    for sample in samples:  # what the tiny policy gives its tokens: ratios lie on both sides of the clip
-        sample.logprobs = [logprob / 2 - 3 for logprob in sample.logprobs]
-    return sorted(samples, key=lambda sample: -sample.total_tokens)
+    for start in range(0, SAMPLES, GROUP):
+        for sample in samples[start : start + GROUP]:
+            sample.prompt_ids = samples[start].prompt_ids
+            # About what the tiny policy gives its tokens: ratios lie on both sides of either clip.
+            sample.logprobs = [logprob / 2 - 3 for logprob in sample.logprobs]
+    groups = [samples[start : start + GROUP] for start in range(0, SAMPLES, GROUP)]
+    groups.sort(key=lambda group: -sum(sample.total_tokens for sample in group))
+    return [sample for group in groups for sample in group]
 
 
-def packed(ranks: int) -> PackedBatch:
-    """Several samples to a row, at least eight rows for every rank."""
-    return pack(uneven_samples(), [ROW_TOKENS], ranks, 8 * ROW_TOKENS)
-
-
-def unpacked(ranks: int) -> PackedBatch:
-    """One sample to a row, in the order of their length."""
-    rows = [pack([sample], [ROW_TOKENS]) for sample in uneven_samples()]
+def lay(name: str, ranks: int) -> PackedBatch:
+    """All samples in rows: one in each, or packed for eight micro-batches on every rank."""
+    samples = uneven_samples()
+    if name != "unpacked":
+        return pack(samples, [ROW_TOKENS], ranks, 8 * ROW_TOKENS, share_prompts=name == "shared prompts")
+    rows = [pack([sample], [ROW_TOKENS]).tensors() for sample in samples]
     for index, row in enumerate(rows):
-        row.sample_ids[row.sample_ids > 0] = index + 1
-    columns = {field.name: [getattr(row, field.name) for row in rows] for field in fields(PackedBatch)}
-    return PackedBatch(**{name: None if rows[0] is None else torch.cat(rows) for name, rows in columns.items()})
-
-
-LAYINGS: dict[str, Callable[[int], PackedBatch]] = {"packed": packed, "unpacked": unpacked}
+        row["sample_ids"] = row["sample_ids"].clamp(max=1) * (index + 1)
+    return PackedBatch(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
 def gradient(trainer: PolicyTrainer, batch: PackedBatch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The gradient that an update of `batch` would follow, and the update's metrics; the policy stays as it is."""
-    step, parameters, seen = trainer.optimizer.step, list(trainer.policy.model.parameters()), {}
+    """The gradient that an update on `batch` would follow, and the metrics of that update; the policy stays as it is."""
+    step, parameters, found = trainer.optimizer.step, list(trainer.policy.model.parameters()), {}
 
     @torch.no_grad()
-    def look(*args: bool) -> dict[str, float]:
+    def look(*arguments: bool) -> dict[str, float]:
         kept = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:
             parameter.copy_(parameter.grad)
-        seen.update(trainer.full_tensors())
+        found.update(trainer.full_tensors())
+        metrics = step(*arguments)
         for parameter, value in zip(parameters, kept, strict=True):
             parameter.copy_(value)
-        for group in trainer.optimizer.optimizer.optimizers[0].param_groups:
-            group["lr"] = 0.0
-        return step(*args)
+        return metrics
 
     trainer.optimizer.step = look
     metrics = trainer.update(batch)
     trainer.optimizer.step = step
-    return seen, metrics
+    return found, metrics
 
 
-def exercise(model_dir: Path, settings: dict, store: dist.Store | None = None) -> dict[str, dict]:
-    """Results by `LAYING, N micro-batches`, and the policy as it was read under `loaded`."""
+def exercise(model_dir: Path, settings: dict, store: dist.Store | None = None) -> dict[tuple[str, int], tuple]:
+    """`gradient` by laying and number of micro-batches."""
+    settings = {"row_tokens": [ROW_TOKENS]} | settings
     cuts = settings.pop("cuts", CUTS)
-    config = trainer_config(**{"row_tokens": [ROW_TOKENS]} | settings)
+    config = trainer_config(**settings)
     trainer = PolicyTrainer(config, ALGORITHM, model_dir, store=store)
-    results = {"loaded": trainer.full_tensors()}
-    for name, lay in LAYINGS.items():
-        batch = lay(trainer.layout.data_ranks)
+    results = {}
+    for name in LAYINGS:
+        batch = lay(name, trainer.layout.data_ranks)
         rows = batch.rows // trainer.layout.data_ranks
         for cut in cuts:
-            trainer.config = config.model_copy(update={"microbatch_tokens": rows // cut * ROW_TOKENS})
             assert rows % cut == 0
-            whole, metrics = gradient(trainer, batch)
-            results[f"{name}, {cut} micro-batches"] = {"gradient": whole, "metrics": metrics}
+            trainer.config = config.model_copy(update={"microbatch_tokens": rows // cut * ROW_TOKENS})
+            results[name, cut] = gradient(trainer, batch)
     trainer.close()
     return results
 
 
-def main(model_dir: str, out: str, *layouts: str) -> None:
+def main(model_dir: str, out: str, *settings: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=rank == 0)
-    results = {
-        layout: exercise(Path(model_dir), json.loads(layout), dist.PrefixStore(layout, store)) for layout in layouts
-    }
+    results = {each: exercise(Path(model_dir), json.loads(each), dist.PrefixStore(each, store)) for each in settings}
     if rank == 0:
         torch.save(results, out)
     store.set(f"done {rank}", "")

@@ -22,7 +22,7 @@ COSTS = ("train/tokens_per_s", "train/peak_memory_gb")
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 
 
-def run_ranks(ranks: int, arguments: list[Path], logs: Path) -> None:
+def run_ranks(ranks: int, arguments: list[Path | str], logs: Path, program: Path = PROGRAM) -> None:
     """Run the program in as many processes; what they say is in the failure."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -35,10 +35,10 @@ def run_ranks(ranks: int, arguments: list[Path], logs: Path) -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(PROGRAM.parents[1]),  # tiny_qwen3.py
+            "PYTHONPATH": str(program.parents[1]),  # tiny_qwen3.py
         }
         log = (logs / f"rank-{rank}.log").open("w")
-        command = [sys.executable, str(PROGRAM), *map(str, arguments)]
+        command = [sys.executable, str(program), *map(str, arguments)]
         processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         codes = [process.wait(timeout=240) for process in processes]
