@@ -1,4 +1,4 @@
-"""When two written answers are the same: plain numbers exactly, everything else as Math-Verify reads it.
+"""When two written answers are the same: by their values where those tell, else as Math-Verify reads them.
 
 Math-Verify forgives more than a reward should: centimetres are metres to it, and a pair is a set. That is ruled out here.
 """
@@ -12,6 +12,8 @@ from functools import lru_cache
 
 from math_verify import LatexExtractionConfig, parse, verify
 
+from rl_tpu.rewards.arithmetic import compare
+from rl_tpu.rewards.extract import strip_marks
 from rl_tpu.rewards.numeric import plain_number, same_number
 from rl_tpu.rewards.units import split_unit
 
@@ -41,12 +43,28 @@ def equivalent(expected: str, given: str) -> bool:
     expected, expected_unit = split_unit(expected, letters=given_unit is not None)
     if expected_unit and given_unit and expected_unit != given_unit:
         return False
+    expected, given = strip_marks(expected), strip_marks(given)
+    if _brackets(expected) and _brackets(given) and _brackets(expected) != _brackets(given):
+        return False
+    told = _by_value(expected, given)
+    return same_reading(read(expected), read(given)) if told is None else told
+
+
+def _by_value(expected: str, given: str) -> bool | None:
+    """Whether two numbers, expressions, tuples or intervals are the same, where their values tell."""
+    subject = _SUBJECT.match(given)
+    if subject and ("=" not in expected or re.sub(r"\s", "", expected).startswith(re.sub(r"\s", "", subject[0]))):
+        expected, given = _SUBJECT.sub("", expected), given[subject.end() :]
     numbers = plain_number(expected), plain_number(given)
     if all(numbers):
         return same_number(*numbers)
-    if _brackets(expected) and _brackets(given) and _brackets(expected) != _brackets(given):
-        return False
-    return same_reading(read(expected), read(given))
+    if (_brackets(expected) or "{")[0] in "([" and _brackets(expected) == _brackets(given):
+        pairs = _elements(expected), _elements(given)
+        if len(pairs[0]) != len(pairs[1]):
+            return False
+        told = [_by_value(*pair) for pair in zip(*pairs, strict=True)]
+        return False if False in told else None if None in told else True
+    return compare(expected, given)
 
 
 def same_reading(expected: tuple, given: tuple) -> bool:
@@ -69,7 +87,7 @@ def search(text: str) -> tuple:
 
 def _brackets(answer: str) -> str | None:
     """The kind of the brackets around a whole list, set or interval, such as ``(]``; None if there are none."""
-    answer = re.sub(r"\\(?:left|right|[bB]igg?[lr]?)\s*(?![A-Za-z])", "", _SUBJECT.sub("", answer)).strip()
+    answer = _bare(answer)
     if "," not in answer:
         return None
     kind, depth = "", 0
@@ -83,3 +101,20 @@ def _brackets(answer: str) -> str | None:
             if depth == 0:
                 return kind + bracket[0] if kind and bracket.end() == len(answer) else None
     return None
+
+
+def _elements(answer: str) -> list[str]:
+    """What stands between the commas of a list in brackets, outside of further brackets."""
+    elements, depth = [""], 0
+    for character in _bare(answer)[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return elements
+
+
+def _bare(answer: str) -> str:
+    """Without ``x =``, ``\\left`` and ``\\right``."""
+    return re.sub(r"\\(?:left|right|[bB]igg?[lr]?)\s*(?![A-Za-z])", "", _SUBJECT.sub("", answer)).strip()

@@ -39,7 +39,7 @@ _SPELLINGS = {
 }
 UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _CURRENCIES = {r"\$": "dollar", "$": "dollar", "€": "euro", "£": "pound sterling"}
-_MONEY = re.compile(r"\s*(\\\$|[$€£])(?=\s*[\d.])")
+_MONEY = re.compile(r"\s*(\\\$|[€£]|\$(?![^$]*\$))(?=\s*[\d.])")
 _BASE = re.compile(r"(?<=\d)_\{?(\d+)\}?\s*\Z")
 _SIGN = re.compile(r"\s*(\\%|%|€|¢|°|\^\s*\\circ|\^\s*\{\s*\\circ\s*\})\s*\Z")
 _TEXT = re.compile(
