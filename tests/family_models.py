@@ -1,22 +1,20 @@
-"""A tiny model of every family, made with transformers, which is the second source of its numbers."""
+"""Tiny models of every family, made with transformers, which is the second source of their numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from tiny_policy import VOCABULARY
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 SIZES = {
-    "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -34,7 +32,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "qwen3 tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 32, **EXPERTS},
-    # Dense, experts, dense, experts but for one; weights of the chosen experts as softmax gave them.
+    # Weights of the chosen experts as softmax gave them.
+    "qwen3_moe plain scores": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": False},
+    # Dense, experts, dense, experts but for one.
     "qwen3_moe mixed tied": {
         "model_type": "qwen3_moe",
         **EXPERTS,
@@ -54,10 +54,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def family_model(name: str) -> PreTrainedModel:
+def family_model(name: str, vocabulary: int = 257, **more: Any) -> PreTrainedModel:
     """In float32, with weights and norms far enough from their initial values that a mistake shows."""
     torch.manual_seed(len(name))
-    settings = SIZES | MODELS[name]
+    settings = SIZES | {"vocab_size": vocabulary} | MODELS[name] | more
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
