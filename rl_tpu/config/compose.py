@@ -44,6 +44,7 @@ def register_with_hydra() -> None:
     ConfigStore.instance().store(name="schema", node=_defaults(RunConfig))
     OmegaConf.register_new_resolver("rl_tpu.cache", cache_directory, replace=True)
     OmegaConf.register_new_resolver("rl_tpu.digest", file_digest, replace=True)
+    OmegaConf.register_new_resolver("rl_tpu.share", lambda share, of: int(share * of), replace=True)
     OmegaConf.register_new_resolver("rl_tpu.first", lambda *values: next(v for v in values if v), replace=True)
 
 

@@ -116,7 +116,6 @@ def configured(preset: str, *overrides: str) -> RunConfig:
         [
             "+experiment=quickstart",
             f"algorithm={preset}",
-            "algorithm.overlong_buffer_tokens=0",
             f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}",
             "trainer.row_tokens=[64,128]",
             *overrides,
