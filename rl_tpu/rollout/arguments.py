@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.devices import get_device
+from rl_tpu.errors import UserError
 from rl_tpu.rollout import sglang_cpu
 from rl_tpu.rollout.weight_loader import LOADER
 
@@ -32,8 +33,10 @@ def server_environment(config: RunConfig, model_dir: Path, chips: Sequence[int])
 def server_options(config: RunConfig, model_dir: Path, index: int) -> dict[str, Any]:
     """SGLang's arguments by name for engine number ``index``, without host and port.
 
-    The user's ``rollout.server_options`` come last and win.
+    The user's ``rollout.server_options`` come last and win. Raises UserError for a model that SGLang would compute
+    otherwise than it is meant.
     """
+    refuse_what_is_computed_otherwise(model_dir)
     rollout = config.rollout
     device = get_device(config.cluster.device)
     platform = device.engine_environment(rollout.threads_per_engine).get("SGLANG_PLATFORM")
@@ -54,6 +57,21 @@ def server_options(config: RunConfig, model_dir: Path, index: int) -> dict[str, 
         **device.engine_options(),
         **rollout.server_options,
     }
+
+
+def refuse_what_is_computed_otherwise(model_dir: Path) -> None:
+    """SGLang 0.5.23 reads over some settings of Qwen3 with experts, and answers from weights that no file has."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text())
+    except (OSError, ValueError):
+        return  # SGLang will say what is wrong with the model
+    if not isinstance(config, dict) or "Qwen3MoeForCausalLM" not in (config.get("architectures") or []):
+        return
+    for name, value in {"mlp_only_layers": [], "decoder_sparse_step": 1, "tie_word_embeddings": False}.items():
+        if (found := config.get(name) or value) != value:
+            raise UserError(
+                f"model.path: SGLang serves Qwen3MoeForCausalLM only with {name} = {value!r}, it is {found!r}"
+            )
 
 
 def spare_other_models(model_dir: Path) -> dict[str, str]:
