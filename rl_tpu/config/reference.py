@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from rl_tpu.config.schema import EvalSetConfig, MixedSourceConfig, PromptSourceConfig, RunConfig
+from rl_tpu.config.schema.reward import RewardChoice, RewardPart
 
 HEADER = """# Configuration reference
 
@@ -28,6 +29,8 @@ def reference() -> str:
         ("data.train, data.train.sources.NAME, evaluation.sets.NAME.source", PromptSourceConfig),
         ("data.train.sources.NAME", MixedSourceConfig),
         ("evaluation.sets.NAME", EvalSetConfig),
+        ("reward.parts", RewardPart),
+        ("reward.by_source.NAME", RewardChoice),
     ]
     return "\n".join([HEADER, *(_table(path, section) for path, section in sections)])
 

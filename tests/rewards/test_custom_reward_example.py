@@ -23,3 +23,10 @@ def test_named_parts_add_up():
         {"correct": 0.0, "concise": 0.0},
     ]
     assert [sample.reward for sample in samples] == pytest.approx([1.5, 1.5, 1.25, 0, 0])
+
+
+def test_novelty_looks_at_the_whole_group():
+    samples = [Sample([1], [1], [1], [0.0], [], "stop", text=text) for text in ("a b", "b c d e", "b", "")]
+    with RewardService(RewardConfig(name="examples.custom_reward.novelty:score")) as service:
+        asyncio.run(service.score(Prompt("p", (1,), None), samples))
+    assert [sample.reward for sample in samples] == [0.5, 0.75, 0.0, 0.0]
