@@ -176,6 +176,14 @@ def run(command: list[str], threads: int) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def check_alike(runs: Runs) -> None:
+    """End the benchmark where processes that should take the same step do not have the same gradient."""
+    for workload in ("w1", "w2", "prompts", "head"):
+        norms = {name: rounds[0]["gradient_norm"] for name, rounds in runs.items() if workload in name.split()}
+        if norms and max(norms.values()) > 1.001 * min(norms.values()):
+            sys.exit(f"these do not take the same step, their gradients' norms differ: {norms}")
+
+
 def measurements_table(runs: Runs) -> Table:
     table = Table("measured", "s a step", "least", "most", "tokens/s", "peak GB")
     for name, rounds in runs.items():
@@ -227,6 +235,7 @@ def main() -> None:
                 line = run(piece.command(pythons, options, model), options.threads)
                 runs[piece.name].append(line)
                 print(f"round {number + 1}: {piece.name}: {line['median_s']:.2f} s", file=sys.stderr, flush=True)
+    check_alike(runs)
     ratios = [result for ratio in RATIOS if (result := ratio.of(runs))]
     if options.json:
         facts = {

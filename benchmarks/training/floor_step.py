@@ -80,7 +80,7 @@ def main() -> None:
     answers.sort(key=lambda answer: len(answer.response))
     chunks = list({"padded": padded, "packed": packed}[options.layout](answers, options.micro))
 
-    def step() -> None:
+    def step() -> float:
         for inputs, where, labels, advantages in chunks:
             hidden = model.model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
             logprobs = -F.cross_entropy(model.lm_head(hidden), labels, reduction="none")
@@ -90,9 +90,10 @@ def main() -> None:
                 / predicted
             )
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
+        return float(norm)
 
     measure(step, options, tokens=tokens(answers), transformers=transformers.__version__)
 

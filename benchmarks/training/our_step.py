@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 from workload import (
     BETAS,
@@ -10,7 +10,6 @@ from workload import (
     CLIP_LOW,
     LEARNING_RATE,
     MAX_GRAD_NORM,
-    MODEL,
     Answer,
     arguments,
     batch,
@@ -30,7 +29,7 @@ def sample(answer: Answer) -> Sample:
         prompt_ids=answer.prompt,
         response_ids=answer.response,
         loss_mask=[1] * length,
-        logprobs=[-math.log(MODEL["vocab_size"])] * length,  # about what random weights give
+        logprobs=[0.0] * length,
         spans=[VersionSpan(0, 0, length)],
         finish_reason="stop",
         reward=answer.reward,
@@ -61,9 +60,14 @@ def main() -> None:
     def packed() -> PackedBatch:
         return pack(samples, config.row_tokens, share_prompts=config.share_prompts)
 
-    positions = packed().segment_ids
-    facts = {"tokens": tokens(answers), "computed_tokens": int((positions > 0).sum()), "positions": positions.numel()}
-    measure(lambda: trainer.update(packed()), options, **facts)
+    # The policy wrote its batch itself, as when nothing is stale.
+    rows = packed()
+    sampled = trainer.logprobs(rows) * rows.loss_mask
+
+    def step() -> float:
+        return trainer.update(replace(packed(), sampler_logprobs=sampled, old_logprobs=sampled))["train/grad_norm"]
+
+    measure(step, options, tokens=tokens(answers), computed_tokens=int((rows.segment_ids > 0).sum()))
     trainer.close()
 
 

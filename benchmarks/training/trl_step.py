@@ -139,6 +139,7 @@ def main() -> None:
         clock.seconds[options.warmup :],
         clock.memory_before,
         options,
+        gradient_norm=float(trainer.state.log_history[0]["grad_norm"]),
         tokens=tokens(answers),
         trl=trl.__version__,
         transformers=transformers.__version__,

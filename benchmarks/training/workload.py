@@ -116,15 +116,15 @@ def peak_memory() -> float:
     return _status_gb("VmHWM")
 
 
-def measure(step: Callable[[], Any], options: argparse.Namespace, **facts: Any) -> None:
-    """Run `step` so many times and print one line of JSON about it."""
+def measure(step: Callable[[], float], options: argparse.Namespace, **facts: Any) -> None:
+    """Run `step`, which returns the norm of its gradient, so many times and print one line of JSON about it."""
     before = reset_peak_memory()
-    seconds = []
+    seconds, norms = [], []
     for _ in range(options.warmup + options.steps):
         started = time.perf_counter()
-        step()
+        norms.append(step())
         seconds.append(time.perf_counter() - started)
-    report(seconds[options.warmup :], before, options, **facts)
+    report(seconds[options.warmup :], before, options, gradient_norm=norms[0], **facts)
 
 
 def report(seconds: list[float], memory_before: float, options: argparse.Namespace, **facts: Any) -> None:
