@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rl_tpu.config.schema import RunConfig
@@ -73,6 +72,7 @@ async def train(run: Run) -> None:
                             f"after step {step} the prompts are used up: data.epochs {config.data.epochs}"
                         )
                         break
+                    await settle(run, wait=False)
                     metrics = batch_metrics(run, groups)
                     with timer("prepare"):
                         batches, prepared = await make_experience(groups, config, run.trainer)
@@ -100,11 +100,12 @@ async def train(run: Run) -> None:
             run.interrupt.check()
         if run.evaluated_step < run.step:  # the prompts were used up, or the last evaluation was interrupted
             await run.interrupt.guard(evaluation(run))
+        await settle(run)
         if run.saved_step < run.step:
             await save(run, position)
+            await settle(run)
     except Exception:
-        if position is not None and run.step > run.saved_step:
-            await save_what_was_paid_for(run, position)
+        await save_what_was_paid_for(run, position)
         raise
 
 
@@ -167,18 +168,33 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-async def save(run: Run, position: dict[str, Any]) -> Path:
-    """Write a checkpoint. ``position`` is the collector's state right after the last update."""
+async def save(run: Run, position: dict[str, Any]) -> None:
+    """Write a checkpoint, or begin to (`trainer.checkpoint.mode`), once the one before is whole. ``position`` is the
+    collector's state right after the last update."""
     state = {"collector": position, "evaluated_step": run.evaluated_step}
     with run.tracker.timer("checkpoint"):
-        path = await run.checkpoints.save(run.step, state, run.trainer.save)
-    run.saved_step = run.step
-    return path
+        await settle(run)
+        await run.checkpoints.begin(run.step, state, run.trainer.save)
+        await settle(run, wait=False)
 
 
-async def save_what_was_paid_for(run: Run, position: dict[str, Any]) -> None:
-    """A checkpoint on the way out of a broken or interrupted run, unless the trainer is what broke."""
+async def settle(run: Run, wait: bool = True) -> None:
+    """Have the checkpoint that was begun, if one was, take its name when it is whole; with ``wait``, once it is.
+
+    Raises RunError if it could not be written, or is not in time.
+    """
+    step = await run.checkpoints.settle(lambda: run.trainer.saved(wait))
+    if step is not None:
+        run.saved_step = step
+
+
+async def save_what_was_paid_for(run: Run, position: dict[str, Any] | None) -> None:
+    """A checkpoint on the way out of a broken or interrupted run, if the policy belongs to a whole step and the trainer is
+    not what broke."""
     try:
-        await save(run, position)
+        await settle(run)
+        if position is not None and run.step > run.saved_step:
+            await save(run, position)
+            await settle(run)
     except (RunError, OSError) as error:
         run.tracker.message(f"step {run.step} could not be saved: {error}")

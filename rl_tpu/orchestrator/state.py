@@ -18,35 +18,53 @@ PREFIX = "step-"
 
 
 class Checkpoints:
-    """The directory ``checkpoints/`` of a run: ``step-000010/{trainer/, state.json}``."""
+    """The directory ``checkpoints/`` of a run: ``step-000010/{trainer/, state.json}``.
+
+    A checkpoint is begun under a temporary name, with the driver's state in it, and the trainer may write its part while
+    the run goes on; `settle` gives it its name.
+    """
 
     def __init__(self, directory: Path, keep: int):
         self.directory = directory
         self.keep = keep
+        self._begun: int | None = None
 
-    async def save(self, step: int, state: dict[str, Any], save_trainer: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write step `step` under a temporary name, rename it when every byte is on disk, delete what it replaces.
-
-        That is the oldest ones, and those of later steps: a run that resumed from an older checkpoint left them behind.
-        """
-        target = self.directory / f"{PREFIX}{step:06d}"
+    async def begin(self, step: int, state: dict[str, Any], save_trainer: Callable[[Path], Awaitable[None]]) -> None:
+        """Write step `step` under a temporary name, the trainer's part by `save_trainer`. The one before is settled."""
         for broken_off in self.directory.glob(f".{PREFIX}*.partial"):
             shutil.rmtree(broken_off, ignore_errors=True)
-        partial = self.directory / f".{target.name}.partial"
+        partial = self._partial(step)
         partial.mkdir(parents=True)
-        await save_trainer(partial / "trainer")
         with open(partial / "state.json", "w") as file:
             json.dump({"format": FORMAT, "step": step, **encode_state(state)}, file)
             file.flush()
             os.fsync(file.fileno())
+        _sync_directory(partial)
+        await save_trainer(partial / "trainer")
+        self._begun = step
+
+    async def settle(self, saved: Callable[[], Awaitable[bool]]) -> int | None:
+        """Give the checkpoint that was begun its name if the trainer's part is `saved`, every byte of it, and delete what
+        it replaces: the oldest ones, and those of later steps, which a run left that resumed from an older one.
+
+        Returns its step; None if nothing was begun or it is still being written. What `saved` raises says that it will
+        never be whole.
+        """
+        if self._begun is None:
+            return None
+        step, self._begun = self._begun, None
+        if not await saved():
+            self._begun = step
+            return None
+        target = self._name(step)
         shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        self._partial(step).rename(target)
         _sync_directory(self.directory)
         whole = self.whole()
         newest = whole.index(target) + 1
         for replaced in whole[: max(0, newest - self.keep)] + whole[newest:]:
             shutil.rmtree(replaced, ignore_errors=True)
-        return target
+        return step
 
     def whole(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
@@ -55,6 +73,12 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         return next(reversed(self.whole()), None)
+
+    def _name(self, step: int) -> Path:
+        return self.directory / f"{PREFIX}{step:06d}"
+
+    def _partial(self, step: int) -> Path:
+        return self.directory / f".{PREFIX}{step:06d}.partial"
 
 
 def load_state(checkpoint: Path, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ number of ranks can load it.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from rl_tpu.errors import UserError
+from rl_tpu.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from rl_tpu.trainer.optimizer import PolicyOptimizer
@@ -35,13 +36,28 @@ def load_hf(policy: Policy, model_dir: Path) -> None:
 
 
 class PolicyCheckpointer:
-    """torchtitan's checkpointer over everything a rank holds, writing where it is told to."""
+    """torchtitan's checkpointer over everything a rank holds, writing where it is told to.
 
-    def __init__(self, policy: Policy, optimizer: PolicyOptimizer, reference: ReferencePolicy | None = None):
+    With `background`, `save` only copies what the rank holds, and a thread writes the copy; `finish` says when it is done.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: PolicyOptimizer,
+        reference: ReferencePolicy | None = None,
+        background: bool = False,
+    ):
         from torchtitan.components.checkpointer.dcp import CheckpointManager
 
         # Where checkpoints lie and how many are kept is the driver's business: a checkpoint of a run is more than these.
-        self._manager = CheckpointManager.Config(enable=True, keep_latest_k=0, initial_load_model_only=False).build(
+        config = CheckpointManager.Config(
+            enable=True,
+            keep_latest_k=0,
+            initial_load_model_only=False,
+            async_mode="async" if background else "disabled",
+        )
+        self._manager = config.build(
             dataloader=None,
             model_parts=[policy.model],
             optimizers=optimizer.optimizer,
@@ -51,17 +67,41 @@ class PolicyCheckpointer:
         )
         del self._manager.states["dataloader"]
         self._reference = reference
+        self._writing: Future | None = None
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and random state into exactly `directory`."""
-        directory.mkdir(parents=True, exist_ok=True)
+        """Write model, optimizer, schedule and random state as they are now into exactly `directory`, after what is still
+        being written. Raises RunError where a rank cannot write."""
+        self.finish()
         refreshed = self._reference is not None and self._reference.refreshed
-        self._manager.dcp_save(
-            self._states(refreshed), checkpoint_id=str(directory), async_mode=self._manager.async_mode
-        )
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            writing = self._manager.dcp_save(
+                self._states(refreshed), checkpoint_id=str(directory), async_mode=self._manager.async_mode
+            )
+        except _BAD_FILES as error:
+            raise RunError(f"the checkpoint could not be written ({_reason(error)})") from error
+        self._writing = writing if isinstance(writing, Future) else None
+
+    def finish(self, wait: bool = True) -> bool:
+        """Whether every byte that this rank was told to save is on disk, of all ranks; with `wait`, once it is.
+
+        Raises RunError where a rank could not write, once for each save.
+        """
+        if self._writing is None:
+            return True
+        if not wait and not self._writing.done():
+            return False
+        writing, self._writing = self._writing, None
+        try:
+            writing.result()
+        except _BAD_FILES as error:
+            raise RunError(f"the checkpoint could not be written ({_reason(error)})") from error
+        return True
 
     def load(self, directory: Path) -> None:
         """Restore exactly what `save` wrote; UserError where the directory is not a checkpoint of this model."""
+        self.finish()
         try:
             held = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
             refreshed = self._reference is not None and any(name.startswith("reference.") for name in held)

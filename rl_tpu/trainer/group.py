@@ -109,8 +109,15 @@ class TrainerGroup:
         return (await self._all("full_tensors"))[0]
 
     async def save(self, directory: Path) -> None:
-        """Write a checkpoint into exactly `directory`."""
+        """Write a checkpoint of the present policy into exactly `directory`; it is whole once it is `saved`."""
         await self._all("save", str(directory.resolve()))
+
+    async def saved(self, wait: bool = True) -> bool:
+        """Whether the checkpoint is on disk, every rank's part of it; with `wait`, once it is.
+
+        Raises RunError where a rank could not write its part.
+        """
+        return all(await self._all("saved", wait))
 
     async def load(self, directory: Path) -> None:
         """Restore the checkpoint in `directory`; UserError if it is none of this model."""

@@ -125,6 +125,10 @@ class TrainerRank:
     def save(self, directory: str) -> None:
         self._trainer.save(Path(directory))
 
+    def saved(self, wait: bool) -> bool:
+        """Whether what was saved is on disk; with `wait`, once it is."""
+        return self._trainer.saved(wait)
+
     def load(self, directory: str) -> None:
         self._trainer.load(Path(directory))
 

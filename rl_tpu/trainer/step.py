@@ -96,7 +96,8 @@ class PolicyTrainer:
         self.reference: ReferencePolicy | None = None
         if self.algorithm.kl.coefficient:
             self.reference = ReferencePolicy(self.policy, model_dir, self.device, self.config)
-        self._checkpointer = checkpoint.PolicyCheckpointer(self.policy, self.optimizer, self.reference)
+        background = self.config.checkpoint.mode == "async"
+        self._checkpointer = checkpoint.PolicyCheckpointer(self.policy, self.optimizer, self.reference, background)
 
     def learn(self, minibatches: Sequence[PackedBatch]) -> list[dict[str, float]]:
         """`algorithm.epochs` passes over `minibatches`, one optimizer step for each; the metrics of every step.
@@ -192,16 +193,24 @@ class PolicyTrainer:
         dist.barrier()
 
     def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and random state into exactly `directory`."""
+        """Write model, optimizer, schedule and random state as they are now into exactly `directory`; with
+        `checkpoint.mode` async it is whole once it is `saved`. Raises RunError where that fails."""
         self._checkpointer.save(directory)
+
+    def saved(self, wait: bool = True) -> bool:
+        """Whether all that was saved is on disk; with `wait`, once it is. Raises RunError for what could not be written."""
+        return self._checkpointer.finish(wait)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, on any number of ranks; UserError where `directory` holds no such checkpoint."""
         self._checkpointer.load(directory)
 
     def close(self) -> None:
-        """Leave the process group."""
-        process_group.leave()
+        """Leave the process group, once nothing is being written any more."""
+        try:
+            self._checkpointer.finish()
+        finally:
+            process_group.leave()
 
     def _step(self, apply: bool) -> dict[str, float]:
         metrics = self.optimizer.step(apply)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_tpu.config.compose import load_config
-from rl_tpu.errors import UserError
+from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.job import check_pacing
 from rl_tpu.orchestrator.state import Checkpoints, load_state
 from rl_tpu.types import Group, Prompt, Sample, VersionSpan
@@ -19,12 +19,26 @@ def collector_state(consumed=0):
 
 
 def save(checkpoints: Checkpoints, *steps: int) -> list[str]:
+    for step in steps:
+        begin(checkpoints, step)
+        assert settle(checkpoints, True) == step
+    return [path.name for path in checkpoints.whole()]
+
+
+def begin(checkpoints: Checkpoints, step: int) -> None:
     async def save_trainer(directory: Path) -> None:
         directory.mkdir()
 
-    for step in steps:
-        asyncio.run(checkpoints.save(step, {"collector": collector_state()}, save_trainer))
-    return [path.name for path in checkpoints.whole()]
+    asyncio.run(checkpoints.begin(step, {"collector": collector_state()}, save_trainer))
+
+
+def settle(checkpoints: Checkpoints, answer: bool | Exception) -> int | None:
+    async def saved() -> bool:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return asyncio.run(checkpoints.settle(saved))
 
 
 def test_the_newest_are_kept(tmp_path):
@@ -42,6 +56,28 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     (tmp_path / ".step-000005.partial").mkdir()
     save(Checkpoints(tmp_path, keep=2), 10)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
+def test_a_checkpoint_has_its_name_only_once_the_trainers_part_is_on_disk(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 10)
+    begin(checkpoints, 20)
+    assert settle(checkpoints, False) is None
+    assert [path.name for path in Checkpoints(tmp_path, keep=1).whole()] == ["step-000010"]
+    assert settle(checkpoints, True) == 20
+    assert settle(checkpoints, True) is None, "nothing was begun"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000020"]
+
+
+def test_a_checkpoint_that_could_not_be_written_never_looks_whole(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    save(checkpoints, 10)
+    begin(checkpoints, 20)
+    with pytest.raises(RunError, match="no space left"):
+        settle(checkpoints, RunError("no space left"))
+    assert settle(checkpoints, True) is None
+    assert checkpoints.newest().name == "step-000010"
+    assert save(checkpoints, 30) == ["step-000010", "step-000030"]
 
 
 def test_groups_and_prompts_come_back_as_they_were(tmp_path):

@@ -33,15 +33,11 @@ def tiny_qwen3(tied: bool, vocabulary: int = VOCABULARY) -> Qwen3ForCausalLM:
 
 @contextmanager
 def one_rank(
-    model_dir: Path,
-    algorithm: AlgorithmConfig | None = None,
-    microbatch_tokens: int = 128,
-    param_dtype: str = "float32",
-    max_skipped_updates: int = 10,
-    **options: Any,
+    model_dir: Path, algorithm: AlgorithmConfig | None = None, microbatch_tokens: int = 128, **options: Any
 ) -> Iterator[PolicyTrainer]:
-    """A trainer that is the only rank, in this process."""
-    config = trainer_config(microbatch_tokens, param_dtype=param_dtype, max_skipped_updates=max_skipped_updates)
+    """A trainer that is the only rank, in this process. `options` are settings of its configuration, or its own."""
+    settings = {name: options.pop(name) for name in list(options) if name in TrainerConfig.model_fields}
+    config = trainer_config(microbatch_tokens, **settings)
     trainer = PolicyTrainer(config, algorithm or AlgorithmConfig(), model_dir, **options)
     try:
         yield trainer

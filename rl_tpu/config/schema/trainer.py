@@ -10,22 +10,29 @@ from rl_tpu.config.schema.base import Count, NonNegative, Positive, Seconds, Sec
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """AdamW for everything; or Muon for the matrices of the blocks (which keeps one moment of them, not two), AdamW for
+    embedding, head, norms and biases. Muon's updates are as large as AdamW's: one learning rate for both."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     beta1: Share = 0.9
-    """Decay of the first moment."""
+    """AdamW: decay of the first moment."""
     beta2: Share = 0.95
-    """Decay of the second moment."""
+    """AdamW: decay of the second moment."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW: added to the root of the second moment."""
+    momentum: Share = 0.95
+    """Muon: decay of the moment."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of matrices alone: not of norms and biases."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up; linear and cosine end at zero with the last step."""
+    """Shape after warm-up; linear and cosine end at `final_learning_rate_share` with the last step."""
+    final_learning_rate_share: Share = 0.0
+    """Share of the peak learning rate at which linear and cosine end."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient norm is clipped to this."""
 
@@ -37,6 +44,10 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves only at the end and when the run is interrupted."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Newest checkpoints kept."""
+    mode: Literal["sync", "async"] = "async"
+    """async: training goes on as soon as a copy of the weights and the optimizer lies in host memory (12 bytes a
+    parameter, divided by the ranks that share it), and a checkpoint gets its name when the copy is on disk. sync:
+    training waits, without the copy."""
     export_final: bool = True
     """Write the final policy as a Hugging Face directory."""
 
