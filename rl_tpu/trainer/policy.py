@@ -21,8 +21,8 @@ class Policy:
     """The model on this rank, and how its parameters are called in Hugging Face's names.
 
     `model` maps tokens [R, L], positions [R, L] and attention_masks (SegmentAttention's) to hidden states [R, L, D], from
-    which its lm_head, a LogprobHead, makes log-probabilities. Its
-    parameters are DTensors in float32, split over the ranks along their first dimension.
+    which its lm_head, a LogprobHead, makes log-probabilities. Its parameters are in float32; on several ranks they are
+    DTensors, divided as `mesh` says.
     """
 
     model: torch.nn.Module
