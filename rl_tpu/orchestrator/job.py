@@ -226,5 +226,6 @@ def _assemble(
         tracker=tracker,
         checkpoints=Checkpoints(directory.checkpoints, config.trainer.checkpoint.keep),
         interrupt=interrupt,
+        exports=directory.exports,
     )
     return run

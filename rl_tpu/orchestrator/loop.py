@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rl_tpu.config.schema import RunConfig
@@ -39,6 +40,8 @@ class Run:
     tracker: Tracker
     checkpoints: Checkpoints
     interrupt: Interrupt
+    exports: Path
+    """Where Hugging Face directories of the policy go."""
     step: int = 0
     saved_step: int = 0
     """Step of the newest checkpoint; 0 is the model the run started from."""
@@ -97,6 +100,8 @@ async def train(run: Run) -> None:
                 await run.interrupt.guard(evaluation(run))
             if last or due(run.step, config.trainer.checkpoint.every_steps):
                 await save(run, position)
+            if due(run.step, config.trainer.checkpoint.export_every_steps):
+                await run.trainer.export_hf(run.exports / f"step-{run.step:06d}")
             run.interrupt.check()
         if run.evaluated_step < run.step:  # the prompts were used up, or the last evaluation was interrupted
             await run.interrupt.guard(evaluation(run))

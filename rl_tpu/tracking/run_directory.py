@@ -19,6 +19,7 @@ class RunDirectory:
     ``summary.json``            how the run ended: status, before and after, final metrics, seconds, package versions
     ``timeline.json``           the parts of every step in time; open it in https://ui.perfetto.dev
     ``checkpoints/``            what a run resumes from
+    ``exports/``                the policy as Hugging Face directories, if ``trainer.checkpoint.export_every_steps``
     ``final/``                  the final policy as a Hugging Face directory
     ``logs/``                   output of engines, trainer ranks and other processes
     ``tensorboard/``            event files, if ``tracking.tensorboard``
@@ -65,6 +66,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
 
     @property
     def final(self) -> Path:

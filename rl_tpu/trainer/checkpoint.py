@@ -35,6 +35,16 @@ def load_hf(policy: Policy, model_dir: Path) -> None:
     policy.model.load_state_dict(policy.adapter.from_hf(weights), strict=True)
 
 
+def load_weights(policy: Policy, directory: Path) -> None:
+    """Read the policy alone of what `PolicyCheckpointer.save` wrote; UserError where it is not a checkpoint of this model."""
+    weights = policy.model.state_dict()
+    try:
+        dcp.load(weights, checkpoint_id=str(directory))
+    except _BAD_FILES as error:
+        raise UserError(f"{directory} is not a checkpoint of this model ({_reason(error)})") from error
+    policy.model.load_state_dict(weights, strict=True)
+
+
 class PolicyCheckpointer:
     """torchtitan's checkpointer over everything a rank holds, writing where it is told to.
 

@@ -187,9 +187,11 @@ class PolicyTrainer:
 
     def export_hf(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory that transformers and SGLang load."""
-        tensors = self.full_tensors()
+        tensors = export.full_tensors(self.policy, keep=self.rank == 0)
         if self.rank == 0:
             export.write_hf(directory, tensors, self.model_dir)
+        for _ in tensors:
+            pass  # the other ranks take part in gathering them
         dist.barrier()
 
     def save(self, directory: Path) -> None:

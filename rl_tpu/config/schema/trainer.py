@@ -48,6 +48,8 @@ class CheckpointConfig(Section):
     """async: training goes on as soon as a copy of the weights and the optimizer lies in host memory (12 bytes a
     parameter, divided by the ranks that share it), and a checkpoint gets its name when the copy is on disk. sync:
     training waits, without the copy."""
+    export_every_steps: Count = 0
+    """Steps between Hugging Face directories of the policy, in `exports/`; 0 writes none."""
     export_final: bool = True
     """Write the final policy as a Hugging Face directory."""
 
