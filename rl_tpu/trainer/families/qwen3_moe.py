@@ -7,10 +7,13 @@ an auxiliary loss.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.functional import silu
 from torchtitan.models.common import CosSinRoPE, Linear
 from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
@@ -18,8 +21,10 @@ from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
+from rl_tpu.errors import UserError
 from rl_tpu.trainer.families.config_json import ConfigJson
 from rl_tpu.trainer.families.decoder import READ, attention_block, decoder_spec, feed_forward
 from rl_tpu.trainer.families.qwen3 import COMPUTED, default_rope
@@ -59,6 +64,23 @@ class Experts(GroupedExperts):
         return self._grouped_mm(A=hidden, B_t=down, offs=ends).type_as(x_RD)
 
 
+class Qwen3MoeAdapter(Qwen3StateDictAdapter):
+    """torchtitan's adapter, also where ranks hold copies of the experts."""
+
+    def _caculate_indices_from_placements(
+        self, dim: int, dim_size: int, dtensor_placements: tuple, device_mesh: DeviceMesh
+    ) -> tuple[int, int]:
+        """First and last (exclusive) of the experts that this rank holds. The name is torchtitan's."""
+        cuts = [placement if placement.is_shard(dim) else Replicate() for placement in dtensor_placements]
+        parts = math.prod(device_mesh.size(i) for i, cut in enumerate(cuts) if cut.is_shard(dim))
+        if dim_size % parts:
+            raise UserError(
+                f"trainer.parallel: {dim_size} experts do not divide among {parts} shards; use trainer.parallel.replicas"
+            )
+        (size,), (first,) = compute_local_shape_and_global_offset((dim_size,), device_mesh, cuts)
+        return first, first + size
+
+
 def model_spec(config: ConfigJson, max_tokens: int) -> ModelSpec:
     config.only(COMPUTED)
     config.full_attention()
@@ -71,7 +93,7 @@ def model_spec(config: ConfigJson, max_tokens: int) -> ModelSpec:
         )
         for has_experts in layers_of_experts
     ]
-    return decoder_spec("qwen3_moe", config, Qwen3Model.Config, layers, parallelize_qwen3)
+    return decoder_spec("qwen3_moe", config, Qwen3Model.Config, layers, parallelize_qwen3, Qwen3MoeAdapter)
 
 
 def _layers_of_experts(config: ConfigJson) -> list[bool]:
