@@ -104,21 +104,18 @@ def plain_parameters() -> AbstractContextManager:
 
 
 def _fully_shard(model: Decoder, dims: ParallelDims, dtype: torch.dtype, device: Device, offload: bool) -> None:
-    """FSDP2, as torchtitan's apply_fsdp_to_decoder does it: a unit per block, one or two for what is before and after."""
+    """FSDP2: a unit per block, one or two for what is before and after."""
     mesh: DeviceMesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"])
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.pins_memory) if offload else OffloadPolicy(),
     }
-    embedding, ends = model.tok_embeddings, [model.norm, model.lm_head]
-    if model.enable_weight_tying:
-        fully_shard([embedding, *ends], **options, reshard_after_forward=False)
-    else:
-        fully_shard(embedding, **options)
-        fully_shard(ends, **options, reshard_after_forward=False)
+    if not model.enable_weight_tying:
+        fully_shard(model.tok_embeddings, **options)
     for block in model.layers.children():
         fully_shard(block, **options)
+    # The head, which is called after the model, is in the unit of the whole: gathered until the backward is through.
     fully_shard(model, **options)
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
