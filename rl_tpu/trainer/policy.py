@@ -58,7 +58,7 @@ class Policy:
         found = self.model.lm_head(hidden, inputs.places, inputs.labels, distribution, entropy_gradient)
         nothing = torch.zeros(wanted.numel(), device=self.device)
         logprobs, entropy = (nothing.index_copy(0, inputs.targets, values).view_as(wanted) for values in found)
-        return logprobs, entropy * wanted
+        return logprobs, torch.where(wanted, entropy, 0.0)
 
     def reshard(self) -> None:
         """Free the gathered weights. After a forward without a backward FSDP2 leaves its last group's in place."""
