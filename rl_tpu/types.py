@@ -23,7 +23,8 @@ class Prompt:
 
     ``id`` is stable over runs (source and position), ``ids`` are the prompt's token ids (generation prompt included),
     ``answer`` is whatever the reward compares with, ``messages`` the chat turns the ids were rendered from,
-    ``metadata`` the other fields of the row (for rewards and dumps), ``source`` the name of its source in a mixture.
+    ``metadata`` the other fields of the row (for rewards and dumps), ``source`` the name of its source in a mixture or of its
+    evaluation set.
     """
 
     id: str

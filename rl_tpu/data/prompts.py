@@ -59,8 +59,8 @@ def load_prompts(
 
     A Hugging Face ``tokenizer`` with a chat template renders every problem with its generation prompt. A prompt of more
     than ``max_prompt_tokens`` tokens is skipped and counted, or an error. ``elsewhere`` has fingerprints of problems that
-    are left out, and where they are; ``name`` is the source's own in a mixture. Raises UserError for anything wrong with
-    the source, naming file and line.
+    are left out, and where they are; ``name`` is that of the source in a mixture, or of the evaluation set. Raises
+    UserError for anything wrong with the source, naming file and line.
     """
     check_source(config)
     found = PromptSet()

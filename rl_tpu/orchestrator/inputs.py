@@ -58,7 +58,10 @@ def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
     _check_context(config, model_dir)
     data = config.data
     lengths = {"max_prompt_tokens": data.max_prompt_tokens, "too_long": data.too_long}
-    sets = {name: load_prompts(each.source, tokenizer, **lengths) for name, each in config.evaluation.sets.items()}
+    sets = {
+        name: load_prompts(each.source, tokenizer, name=name, **lengths)
+        for name, each in config.evaluation.sets.items()
+    }
     train = load_training_prompts(data, tokenizer, sets) if training else {}
     available = sum(map(len, train.values())) * (data.epochs or 0)
     if training and data.epochs and available < config.rollout.prompts_per_step:

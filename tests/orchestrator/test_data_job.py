@@ -1,4 +1,4 @@
-"""Prompts of a run: what a dry run says about them, and a run that ends with them."""
+"""Prompts of a run: what a dry run says about them, and a run over a mixture that ends with them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_too_few_prompts_for_a_step_are_refused(tiny_model, tmp_path):
 @pytest.mark.slow
 def test_a_run_ends_with_its_prompts(start_job, tmp_path):
     run_dir = tmp_path / "run"
-    settings = [*mixture(tmp_path), f"run_dir={run_dir}", "data.epochs=1", "trainer.steps=500"]
+    rewards = ["reward.name=null", "+reward.by_source.own.name=math", "+reward.by_source.sums.name=reasoning_gym"]
+    settings = [*mixture(tmp_path), *rewards, "data.epochs=1", "trainer.steps=500", f"run_dir={run_dir}"]
     code, output = start_job(*settings).finish()
     assert code == 0, output
     steps = len(read_rows(run_dir))
