@@ -42,7 +42,7 @@ def build_policy(
     spec = model_spec(read_config(model_dir), max(config.row_tokens))
     mesh = mesh or build_mesh(config.parallel)
     if mesh.tp_enabled:
-        _check_heads(spec.model, mesh.tp, model_dir)
+        check_heads(spec.model, mesh.tp, model_dir)
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism_of(config.parallel)))
     for _, part, _, _ in spec.model.traverse(Module.Config, recurse=True):
         if part.param_init:  # the weights will be read: drawing them first would only cost time
@@ -74,7 +74,8 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         raise UserError(f"model.path: {path} is not JSON ({error})") from error
 
 
-def _check_heads(model: Decoder.Config, tensor: int, model_dir: Path) -> None:
+def check_heads(model: Decoder.Config, tensor: int, model_dir: Path) -> None:
+    """UserError where so many ranks cannot have equally many heads each."""
     attention = model.first_attention
     if attention.n_heads % tensor or attention.n_kv_heads % tensor:
         raise UserError(

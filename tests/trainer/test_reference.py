@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny_policy import make_samples, trainer_config
 
-from rl_tpu.algorithms.distribution import Distribution
 from rl_tpu.config.schema import AlgorithmConfig, KLConfig
 from rl_tpu.trainer.packing import pack
 from rl_tpu.trainer.step import PolicyTrainer
