@@ -16,8 +16,8 @@ from torch.distributed import _functional_collectives as functional_collectives
 
 from rl_tpu.algorithms.distribution import Distribution
 
-CHUNK_LOGITS = 1 << 25
-"""Logits worked on at a time (128 MiB in float32)."""
+CHUNK_LOGITS = 1 << 24
+"""Logits worked on at a time (64 MiB in float32)."""
 NEVER = -1e30
 """A logit of probability 0. Finite, so that it times that probability is 0 as well."""
 
