@@ -73,9 +73,11 @@ def _trl(workload: str) -> list[Measurement]:
 
 MEASUREMENTS = [
     Measurement("ours w1", "our_step.py", "--workload w1"),
+    Measurement("sharing w1", "our_step.py", "--workload w1 --share-prompts"),
     *_floors("w1", padded=(8, 16, 32, 128), packed=(8, 16, 128)),
     *_trl("w1"),
     Measurement("ours w2", "our_step.py", "--workload w2"),
+    Measurement("sharing w2", "our_step.py", "--workload w2 --share-prompts"),
     *_floors("w2", padded=(8, 16), packed=(8, 16)),
     *_trl("w2"),
     Measurement("prompts repeated", "our_step.py", "--workload long_prompts"),
@@ -141,6 +143,8 @@ RATIOS = [
     Ratio("time W2 / TRL", "ours w2", "trl w2", seconds, 0.4),
     Ratio("time per token W2 / floor W2", "ours w2", "floor w2", seconds_per_token, 1.15),
     Ratio("time per token W2 / floor W1", "ours w2", "floor w1", seconds_per_token, 1.15),
+    Ratio("time W1, prompts shared / floor", "sharing w1", "floor w1", seconds),
+    Ratio("time W2, prompts shared / floor", "sharing w2", "floor w2", seconds),
     Ratio("peak memory W1 / TRL", "ours w1", "trl w1", memory, 1.0),
     Ratio("peak memory W2 / TRL", "ours w2", "trl w2", memory, 1.0),
     Ratio("peak memory of the head / plain", "head ours", "head plain", memory, 0.25),
