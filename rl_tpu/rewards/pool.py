@@ -21,6 +21,7 @@ from rl_tpu.rewards.worker import Job, Score, Setup
 WORKER_START_S = 120.0
 """Longest wait for a new worker to import the reward functions, on a busy machine."""
 HANG_UP_S = 5.0
+HANDOVERS = 4
 
 
 class WorkerDied(Exception):
@@ -78,11 +79,17 @@ class WorkerPool:
             if future.cancelled():
                 continue
             try:
-                if worker is None or worker.is_gone():
+                for _ in range(HANDOVERS):
+                    if worker is not None and worker.takes(job):
+                        break
                     self._retire(worker)
                     worker = None
                     worker = self._launch()
-                outcome = worker.do(job, self._timeout_s)
+                else:
+                    raise RunError(
+                        f"{HANDOVERS} reward workers died of a job before they had it; their output is above"
+                    )
+                outcome = worker.receive(self._timeout_s)
             except (TimeoutError, WorkerDied) as failure:
                 self._retire(worker)
                 worker, outcome = None, failure
@@ -129,22 +136,22 @@ class _Worker:
         far_end.close()
 
     def prepare(self, setup: Setup) -> None:
-        self._exchange(setup, WORKER_START_S)
+        """Wait until it can take jobs. Raises TimeoutError or WorkerDied."""
+        self.connection.send(setup)
+        self.receive(WORKER_START_S)
 
-    def do(self, job: Job, timeout_s: float) -> list[Score]:
-        return self._exchange(job, timeout_s)
-
-    def is_gone(self) -> bool:
-        return self.process.poll() is not None
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
-
-    def _exchange(self, message: object, timeout_s: float) -> object:
+    def takes(self, job: Job) -> bool:
+        """Hand over a job; False if the worker died before it had it."""
         try:
-            self.connection.send(message)
+            self.connection.send(job)
+            self.receive(WORKER_START_S)
+        except (ConnectionError, TimeoutError, WorkerDied):
+            return False
+        return True
+
+    def receive(self, timeout_s: float) -> object:
+        """Its next message. Raises TimeoutError or WorkerDied."""
+        try:
             if not self.connection.poll(timeout_s):
                 raise TimeoutError
             return self.connection.recv()
@@ -153,6 +160,11 @@ class _Worker:
                 self.process.wait(HANG_UP_S)
             self.process.kill()
             raise WorkerDied(self.process.wait()) from None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
 
 
 def _settle(future: Future, outcome: object) -> None:

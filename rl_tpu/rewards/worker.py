@@ -1,7 +1,7 @@
 """Inside a reward worker process: load the functions once, then do one job after the other.
 
-A process runs `main` on a socket to the driver (`rl_tpu.rewards.pool`): a `Setup` comes in, "ready" goes out, and then a
-list of `Score` for every `Job`.
+A process runs `main` on a socket to the driver (`rl_tpu.rewards.pool`): a `Setup` comes in, `READY` goes out; then for every
+`Job` first `READY`, so that the driver knows who has it, and then its list of `Score`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rl_tpu.rewards.plan import Term
 from rl_tpu.rewards.registry import Response, RewardFunction, find_reward, reward_parts
 from rl_tpu.types import Prompt
 
+READY = "ready"
 OUT_OF_MEMORY_EXIT_CODE = 77
 Failure = Literal["timeouts", "crashes", "errors"]
 """How a sample got no reward, as `RewardStats` counts it."""
@@ -62,12 +63,13 @@ def main(descriptor: int) -> None:
     if setup.memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
     loaded = [_load(term) for term in setup.terms]
-    driver.send("ready")
+    driver.send(READY)
     while True:
         try:
             job: Job = driver.recv()
         except EOFError:
             return
+        driver.send(READY)
         driver.send(_do(job, setup.terms, loaded))
 
 

@@ -126,6 +126,19 @@ def test_not_a_number_in_a_group_is_that_samples_error():
     assert [sample.reward for sample in samples] == [0.0, 1.0]
 
 
+class Unreadable:
+    """Can be pickled, but not read."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_a_row_that_cannot_travel_ends_the_run():
+    prompt = Prompt("p", (1,), "4", metadata={"row": Unreadable()})
+    with pytest.raises(RunError, match="reward workers died of a job before they had it"):
+        score({"name": "math"}, (prompt, samples_of("x")))
+
+
 BY_SOURCE = {
     "by_source": {
         "sums": {"name": "math"},
