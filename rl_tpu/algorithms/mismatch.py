@@ -18,7 +18,7 @@ def mismatch_metrics(
     With d = trainer_logprobs - sampler_logprobs:
     logprob_diff_mean, logprob_diff_max          of |d|
     probability_diff_mean, probability_diff_max  of |exp(trainer_logprobs) - exp(sampler_logprobs)|
-    k3                               mean of exp(d) - 1 - d, an estimate of KL(engine || trainer)
+    mismatch_k3                      mean of exp(d) - 1 - d, an estimate of KL(engine || trainer)
     effective_sample_size_tokens     of the tokens, weighted by exp(d); a share of their number, 1 when all agree
     effective_sample_size_sequences  of the samples, weighted by the product of exp(d) over their tokens
     unusable_tokens                  tokens left out because a log-probability is not finite
@@ -44,7 +44,7 @@ def mismatch_metrics(
         "logprob_diff_max": largest(gaps.abs()),
         "probability_diff_mean": mean(probabilities.abs()),
         "probability_diff_max": largest(probabilities.abs()),
-        "k3": mean(torch.expm1(bounded) - bounded),
+        "mismatch_k3": mean(torch.expm1(bounded) - bounded),
         "effective_sample_size_tokens": effective_sample_size(_proportional(gaps[used])),
         "effective_sample_size_sequences": effective_sample_size(_proportional(sequences)),
         "unusable_tokens": float(((mask > 0) & ~used).sum()),

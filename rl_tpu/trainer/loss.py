@@ -34,7 +34,7 @@ class PolicyLoss:
         tally.mean(
             clip_fraction=policy.clipped,
             ratio_mean=policy.ratio,
-            approx_kl=masked(kl(logprobs.detach(), rows.old_logprobs, "k3"), mask),
+            approx_kl=masked(kl(rows.old_logprobs, logprobs.detach(), "k3"), mask),
             entropy=masked(entropy, mask),
         )
         tally.maximum(ratio_max=policy.ratio)
@@ -51,7 +51,8 @@ class PolicyLoss:
 
     @staticmethod
     def _tally_mismatch(rows: PackedBatch, logprobs: torch.Tensor, mask: torch.Tensor, tally: Tally) -> None:
-        """How far this policy is from the engine's: zero but for numerics while its weights are the same."""
+        """How far this policy is from the engine's, whose tokens these are: zero but for numerics while its weights are the
+        same. Named and computed as by `mismatch_metrics`."""
         difference = masked(logprobs - rows.sampler_logprobs, mask).abs()
-        tally.mean(logprob_diff_mean=difference, mismatch_k3=masked(kl(logprobs, rows.sampler_logprobs, "k3"), mask))
+        tally.mean(logprob_diff_mean=difference, mismatch_k3=masked(kl(rows.sampler_logprobs, logprobs, "k3"), mask))
         tally.maximum(logprob_diff_max=difference)

@@ -71,4 +71,4 @@ def test_ratios_of_answers_that_no_float_holds_are_compared_all_the_same():
     trainer = torch.tensor([[0.0], [0.0], [-2000.0]])
     found = mismatch_metrics(trainer, torch.full((3, 1), -1000.0), torch.ones(3, 1), torch.tensor([[1], [2], [3]]))
     assert found["effective_sample_size_sequences"] == pytest.approx(2 / 3)
-    assert math.isfinite(found["k3"])
+    assert math.isfinite(found["mismatch_k3"])

@@ -208,7 +208,7 @@ def mismatch(trainer: list[list[float]], sampler: list[list[float]], masks: list
         "logprob_diff_max": max((abs(gap) for gap in gaps), default=0.0),
         "probability_diff_mean": sum(probabilities) / tokens,
         "probability_diff_max": max(probabilities, default=0.0),
-        "k3": sum(math.exp(gap) - 1 - gap for gap in held) / tokens,
+        "mismatch_k3": sum(math.exp(gap) - 1 - gap for gap in held) / tokens,
         "effective_sample_size_tokens": effective_sample_size([math.exp(gap - max(gaps)) for gap in gaps]),
         "effective_sample_size_sequences": effective_sample_size([math.exp(gap - max(sequences)) for gap in sequences]),
         "unusable_tokens": unusable,

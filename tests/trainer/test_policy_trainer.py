@@ -151,6 +151,9 @@ def test_loss_and_statistics_equal_those_computed_token_by_token(model_dir, aggr
     assert metrics["train/clip_fraction"] == pytest.approx(clipped / len(ratios))
     assert metrics["train/logprob_diff_mean"] == pytest.approx(sum(differences) / len(differences), abs=1e-5)
     assert metrics["train/logprob_diff_max"] == pytest.approx(max(differences), abs=1e-5)
+    # The tokens are the old policy's, here the engine's: unbiased is KL(old || new), not the other way round.
+    divergence = sum(ratio - 1 - math.log(ratio) for ratio in ratios) / len(ratios)
+    assert metrics["train/approx_kl"] == metrics["train/mismatch_k3"] == pytest.approx(divergence, abs=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
