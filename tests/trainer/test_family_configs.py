@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from family_models import EXPERTS, LLAMA3_ROPE, MODELS, by_saved_name, family_model
+from torchtitan.config import ParallelismConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_tpu.errors import UserError
@@ -190,3 +192,11 @@ def test_the_router_stays_as_it_is():
         experts = [layer.moe for layer in layers if layer.moe is not None]
         assert all(moe.load_balance_coeff is None and moe.router.route_norm is normalised for moe in experts)
     assert [layer.moe is not None for layer in layers] == [False, True, False, False, False, True]
+
+
+def test_experts_are_not_cut_by_tensor_parallelism():
+    model = model_spec(small("qwen3_moe"), 64).model
+    cut = SimpleNamespace(parallelism=ParallelismConfig(tensor_parallel_degree=2))
+    with pytest.raises(UserError, match=r"^trainer\.parallel\.tensor: 2 ranks cannot share .*; use 1$"):
+        model.update_from_config(config=cut)
+    model.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,6 +65,20 @@ class Experts(GroupedExperts):
         return self._grouped_mm(A=hidden, B_t=down, offs=ends).type_as(x_RD)
 
 
+class Qwen3MoeModel(Qwen3Model):
+    """torchtitan's model, which refuses to be cut: where ranks share an expert's matrices, torchtitan 0.3.0 does not sum
+    their parts of the gradient that goes on from the experts to what is before them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            if (tensor := config.parallelism.tensor_parallel_degree) > 1:
+                raise UserError(
+                    f"trainer.parallel.tensor: {tensor} ranks cannot share the matrices of Qwen3MoeForCausalLM; use 1"
+                )
+            Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
+
+
 class Qwen3MoeAdapter(Qwen3StateDictAdapter):
     """torchtitan's adapter, also where ranks hold copies of the experts."""
 
@@ -93,7 +108,7 @@ def model_spec(config: ConfigJson, max_tokens: int) -> ModelSpec:
         )
         for has_experts in layers_of_experts
     ]
-    return decoder_spec("qwen3_moe", config, Qwen3Model.Config, layers, parallelize_qwen3, Qwen3MoeAdapter)
+    return decoder_spec("qwen3_moe", config, Qwen3MoeModel.Config, layers, parallelize_qwen3, Qwen3MoeAdapter)
 
 
 def _layers_of_experts(config: ConfigJson) -> list[bool]:
