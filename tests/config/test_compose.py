@@ -48,6 +48,7 @@ def test_every_value_of_a_sweep_is_checked():
         (["rollout.engines=2"], ["rollout.engines 2 x tensor_parallel 1 = 2 devices"]),
         (["cluster.devices_per_chip=2"], ["whole chips", "multiple of cluster.devices_per_chip 2"]),
         (["algorithm.minibatches=7"], ["= 128 samples are not divisible by algorithm.minibatches 7"]),
+        (["trainer.parallel.tensor=3"], ["= 1 trainer ranks are not divisible", "replicas 1 x tensor 3 = 3"]),
         (["data.max_prompt_tokens=4000"], ["tokens do not fit the longest row", "context_tokens"]),
         (["trainer.row_tokens=[256,128]"], ["[256, 128] must ascend"]),
         (["trainer.microbatch_tokens=100"], ["microbatch_tokens 100 do not hold one row", "row_tokens, 128"]),
@@ -73,6 +74,12 @@ def test_an_unknown_experiment_names_the_known_ones():
 def test_without_an_experiment_the_message_names_them():
     with pytest.raises(UserError, match=r"\+experiment=.*quickstart"):
         check_command_line([])
+
+
+def test_ranks_that_share_matrices_share_rows():
+    shape = ["cluster.chips_per_host=9", "cluster.trainer_chips=8", "trainer.parallel.replicas=2"]
+    config = load_config([QUICKSTART, *shape, "trainer.parallel.tensor=2"])
+    assert (config.trainer_ranks, config.data_ranks) == (8, 4)
 
 
 def test_qwen3_4b_dapo_is_canonical_dapo_on_one_v7x_host():
