@@ -19,24 +19,36 @@ from rl_tpu.trainer.step import PolicyTrainer
 MUON = OptimizerConfig(name="muon", learning_rate=1e-3, weight_decay=0.1)
 
 
-def set_gradients(trainer: PolicyTrainer, seed: int) -> None:
-    """Gradients that are the same for every layout."""
-    draw = torch.Generator().manual_seed(seed)
-    for parameter in trainer.policy.model.parameters():
+def local(value: object) -> object:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def set_gradients(trainer: PolicyTrainer, seed: int, bad: str = "") -> bool:
+    """Gradients that are the same for every layout, that of the parameter `bad` with a NaN in its last entry; whether this
+    rank holds it."""
+    draw, holds_it = torch.Generator().manual_seed(seed), False
+    for name, parameter in trainer.policy.model.named_parameters():
         gradient = torch.randn(parameter.shape, generator=draw) / 1000
+        if name == bad:
+            gradient[-1, -1] = torch.nan
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             whole = DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
             gradient = whole.redistribute(placements=parameter.placements)
         parameter.grad = gradient
+        holds_it |= bool(local(gradient).isnan().any())
+    return holds_it
 
 
 def held(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     """This rank's part of weights and moments, and where the schedule is."""
     states = trainer.policy.model.state_dict() | trainer.optimizer.optimizer.state_dict()
     states |= trainer.optimizer.schedule.state_dict()
-    local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in states.items()}
-    return {name: torch.as_tensor(value).clone() for name, value in local.items() if not isinstance(value, tuple | str)}
+    return {
+        name: torch.as_tensor(local(value)).clone()
+        for name, value in states.items()
+        if not isinstance(value, tuple | str)
+    }
 
 
 def exercise(model_dir: Path, out: Path, parallel: dict, store: dist.Store | None = None) -> None:
@@ -48,11 +60,7 @@ def exercise(model_dir: Path, out: Path, parallel: dict, store: dist.Store | Non
         results["metrics"] = trainer.optimizer.step()
     results["after"] = trainer.full_tensors()
 
-    set_gradients(trainer, 2)
-    parameter = trainer.policy.model.layers["1"].feed_forward.w2.weight
-    gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-    if trainer.rank == trainer.ranks - 1:
-        gradient.view(-1)[0] = torch.nan
+    results["holds_nan"] = set_gradients(trainer, 2, bad="layers.1.feed_forward.w2.weight")
     before = held(trainer)
     results["skipped"] = trainer.optimizer.step()
     after = held(trainer)

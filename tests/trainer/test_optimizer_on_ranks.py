@@ -46,6 +46,8 @@ def test_muon_a_skipped_step_and_checkpoints_on_several_ranks(one, model_dir, tm
         assert all(torch.equal(ours[name][key], ours["next"][key]) for key in ours["next"]), name
         for result in results:
             torch.testing.assert_close(result[f"reference_{name}"], result["reference"], rtol=0, atol=1e-5)
+    replicas = parallel.get("replicas", 1)
+    assert sum(result["holds_nan"] for result in results) == replicas, "one rank of those that share the policy"
     for result in [*results, alone]:
         assert result["skipped"]["skipped_updates"] == 1
         assert math.isnan(result["skipped"]["grad_norm"])
