@@ -15,6 +15,7 @@ def broken_rules(config: RunConfig) -> list[str]:
         *_batches(config),
         *_algorithm(config),
         *_lengths(config),
+        *_sampling(config),
         *_chips(config),
         *_sources(config),
         *_sync(config),
@@ -56,6 +57,8 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
             f"algorithm.scale {algorithm.scale} divides by a group's deviation what algorithm.baseline"
             f" {algorithm.baseline} does not compare within the group: use scale none or batch_std"
         )
+    if algorithm.dual_clip is not None and algorithm.objective == "cispo":
+        yield f"algorithm.dual_clip {algorithm.dual_clip} has no meaning with algorithm.objective cispo: use null"
     correction = algorithm.correction
     if correction.mode != "none" and algorithm.old_logprobs != "recompute":
         yield (
@@ -107,6 +110,11 @@ def _lengths(config: RunConfig) -> Iterator[str]:
             f"algorithm.overlong_buffer_tokens {config.algorithm.overlong_buffer_tokens} must be less than"
             f" rollout.max_response_tokens {rollout.max_response_tokens}"
         )
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    if config.rollout.top_k == 0:
+        yield "rollout.top_k 0 leaves no token to sample: -1 is for all, k for the k likeliest"
 
 
 def _chips(config: RunConfig) -> Iterator[str]:

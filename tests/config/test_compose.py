@@ -36,6 +36,8 @@ def test_every_value_of_a_sweep_is_checked():
         (["rollout.samples_per_prompt=0"], ["rollout.samples_per_prompt=0", "greater than or equal to 1"]),
         (["rollout.samples_per_prompt=1"], ["samples_per_prompt 1 leaves nothing to compare", "batch_mean"]),
         (["algorithm.correction.mode=mask"], ["correction.mode mask", "algorithm.old_logprobs=recompute"]),
+        (["algorithm=cispo", "algorithm.dual_clip=3"], ["algorithm.dual_clip 3.0 has no meaning", "objective cispo"]),
+        (["rollout.top_k=0"], ["rollout.top_k 0 leaves no token"]),
         (["algorithm.correction.low=3"], ["algorithm.correction.low 3.0 is more than", "high 2.0"]),
         (["algorithm.kl.refresh_steps=5"], ["algorithm.kl.refresh_steps 5", "algorithm.kl.coefficient 0"]),
         (["algorithm.baseline=batch_mean"], ["algorithm.scale group_std", "batch_std"]),
