@@ -15,7 +15,7 @@ def token_weights(
     mask: torch.Tensor,
     sample_ids: torch.Tensor,
     aggregation: Literal["token_mean", "sample_mean", "constant_length"],
-    max_response_tokens: int,
+    max_response_tokens: int | None = None,
 ) -> torch.Tensor:
     """Weight of every token of a minibatch, [R, L] float32; 0 outside the mask.
 
@@ -39,6 +39,8 @@ def token_weights(
         samples = (tokens > 0).sum()
         return inside / (tokens[sample_ids].clamp(min=1) * samples.clamp(min=1))
     if aggregation == "constant_length":
+        if max_response_tokens is None:
+            raise ValueError("constant_length needs max_response_tokens")
         samples = (sample_sums(torch.ones_like(inside), sample_ids)[1:] > 0).sum()
         return inside / (samples.clamp(min=1) * max_response_tokens)
     raise ValueError(f"unknown aggregation {aggregation!r}")

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from string import ascii_uppercase
 from typing import Any
 
+from rl_tpu.boxed import last_boxed
 from rl_tpu.config.schema import PromptSourceConfig
 from rl_tpu.data.files import source_files
 from rl_tpu.data.problem import Message, Problem
 from rl_tpu.data.rows import read_rows
 from rl_tpu.errors import UserError
 from rl_tpu.registry import nearest
-from rl_tpu.rewards.extract import last_boxed
 
 
 def file_problems(config: PromptSourceConfig) -> Iterator[Problem]:

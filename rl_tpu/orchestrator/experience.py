@@ -38,10 +38,10 @@ async def make_experience(
     ]
     if algorithm.old_logprobs == "recompute":
         for batch, old in zip(batches, await trainer.logprobs(batches), strict=True):
-            batch.old_logprobs = torch.where(batch.loss_mask > 0, old, 0.0)
+            batch.old_logprobs = old
     if algorithm.kl.coefficient:
         for batch, reference in zip(batches, await trainer.logprobs(batches, reference=True), strict=True):
-            batch.reference_logprobs = torch.where(batch.loss_mask > 0, reference, 0.0)
+            batch.reference_logprobs = reference
         if algorithm.kl.place == "reward":
             metrics |= _subtract_kl(parts, batches, config)
     metrics |= shape_rewards(groups, config)

@@ -198,6 +198,9 @@ async def save_what_was_paid_for(run: Run, position: dict[str, Any] | None) -> N
     not what broke."""
     try:
         await settle(run)
+    except (RunError, OSError) as error:
+        run.tracker.message(f"an earlier checkpoint could not be saved: {error}")
+    try:
         if position is not None and run.step > run.saved_step:
             await save(run, position)
             await settle(run)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from rl_tpu.boxed import last_boxed
+
 AnswerFormat = Literal["any", "boxed", "answer_line", "last_line", "tag", "whole"]
 """Where an answer stands: `\\boxed{...}`; a line `Answer: ...`; the same as the very last line; `<answer>...</answer>`;
 the whole response. `any` takes the last box or answer line, after tags if there are some."""
 
-# Between two boxes that give one answer together: "\boxed{1}, \boxed{2}", "$\boxed{1}$ or $\boxed{2}$".
-CONNECTIVE = re.compile(
-    r"(?:[\s$,;.:&*()\[\]{}]|\\[()\[\],;!\s]|\\\\|\\q?quad\b|\\(?:text|mathrm)\s*\{\s*(?:and|or)?\s*\}|\b(?:and|or)\b)*",
-    re.IGNORECASE,
-)
-CONNECTIVE_CHARACTERS = 100
 ANSWER_LINE = re.compile(r"\banswer[*_ ]*:[*_ ]*\s*(?:the (?:final )?answer is:? )?(\S[^\n]*)", re.IGNORECASE)
 FAREWELL = re.compile(r"\.?\s*I hope it is correct.*", re.IGNORECASE)  # Minerva's few-shot examples end so
 LAST_LINE = re.compile(r"\s*answer\s*:\s*(.*)", re.IGNORECASE)
@@ -56,27 +52,6 @@ def last_tagged(text: str) -> tuple[int, str] | None:
     return (start, before[start + len("<answer>") :]) if start >= 0 else None
 
 
-def last_boxed(text: str) -> tuple[int, str] | None:
-    r"""Start and content of the last ``\boxed{...}`` whose braces close.
-
-    Boxes side by side (``\boxed{1}, \boxed{2}``, ``\boxed{1} or \boxed{2}``) are one answer, a list: who boxes two
-    answers has not given either. Words between them make the last one a correction.
-    """
-    boxes = _boxes(text)
-    if not boxes:
-        return None
-    last, _, content = boxes.pop()
-    contents, start = [content], last
-    while boxes and boxes[-1][1] > start - CONNECTIVE_CHARACTERS:
-        before, end, content = boxes.pop()
-        if end <= start:  # else the later box stands inside this one
-            if not CONNECTIVE.fullmatch(text, end, start):
-                break
-            contents.append(content)
-        start = before
-    return last, ", ".join(dict.fromkeys(piece.strip() for piece in reversed(contents)))
-
-
 def last_answer_line(text: str) -> tuple[int, str] | None:
     r"""Start and rest of the last line with ``Answer:`` (bold or not), or the next line if the rest is empty."""
     lines = list(ANSWER_LINE.finditer(text))
@@ -101,17 +76,3 @@ def _inside(answer: str) -> str:
     """What stands in the answer's box, if it has one."""
     boxed = last_boxed(answer)
     return boxed[1] if boxed else answer
-
-
-def _boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""Start, end and content of every ``\boxed{...}`` whose braces close, in order of their starts."""
-    found = []
-    open_braces: list[re.Match[str]] = []
-    for brace in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
-        if brace.group().endswith("{") and brace.group() != r"\{":
-            open_braces.append(brace)
-        elif brace.group() == "}" and open_braces:
-            opening = open_braces.pop()
-            if opening.group() != "{":
-                found.append((opening.start(), brace.end(), text[opening.end() : brace.start()]))
-    return sorted(found)

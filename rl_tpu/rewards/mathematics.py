@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+from rl_tpu.boxed import last_boxed
 from rl_tpu.rewards.equivalence import equivalent, read, same_reading, search
 from rl_tpu.rewards.extract import (
     after_thinking,
     find_answer,
     last_answer_line,
-    last_boxed,
     last_tagged,
     strip_marks,
 )

@@ -79,8 +79,8 @@ class TrainerGroup:
         return metrics | self._packing(minibatches)
 
     async def logprobs(self, batches: Sequence[PackedBatch], *, reference: bool = False) -> list[torch.Tensor]:
-        """Log-probability of every label of each batch under the present policy, or under the reference policy; each
-        [R, L] float32."""
+        """Log-probability of every token under the loss mask of each batch, of the present policy or of the reference
+        policy; each [R, L] float32, zero elsewhere."""
         arrays = ray.put([arrays_of(batch) for batch in batches])
         ranks = await self._all("logprobs", arrays, reference)
         # Ranks of one tensor-parallel group saw the same rows.

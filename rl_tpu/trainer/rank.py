@@ -107,8 +107,8 @@ class TrainerRank:
         return self._trainer.learn([_batch(arrays) for arrays in minibatches])
 
     def logprobs(self, batches: list[Arrays], reference: bool) -> list[np.ndarray]:
-        """Log-probabilities of this rank's rows of each batch, [R / data ranks, L] float32."""
-        return [self._trainer.logprobs(_batch(batch), reference=reference).numpy() for batch in batches]
+        """Log-probabilities of the loss tokens in this rank's rows of each batch, [R / data ranks, L] float32."""
+        return [self._trainer.logprobs(_batch(batch), reference=reference, only_loss=True).numpy() for batch in batches]
 
     def refresh_reference(self) -> None:
         """Make the present policy the reference."""

@@ -27,9 +27,11 @@ class ReferencePolicy:
         """Whether it is another policy than that of `model_dir`, which a checkpoint then has to hold."""
 
     @torch.no_grad()
-    def logprobs(self, rows: PackedBatch, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(
+        self, rows: PackedBatch, distribution: Distribution, *, only_loss: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Policy.logprobs`. `reshard` once all rows are through."""
-        return self._policy.logprobs(rows, distribution)
+        return self._policy.logprobs(rows, distribution, only_loss=only_loss)
 
     def reshard(self) -> None:
         """Free the gathered weights."""

@@ -39,7 +39,7 @@ class PolicyTrainer:
         algorithm: the loss, and how many optimizer steps one rollout step makes.
         model_dir: Hugging Face directory of the policy at version 0.
         distribution: what answers are sampled from (default: the whole softmax); every log-probability here is its.
-        max_response_tokens: longest answer, the constant that the aggregation `constant_length` divides by.
+        max_response_tokens: longest answer; the aggregation `constant_length` needs it.
         loss: `policy` (as `algorithm` composes it) or `supervised` (cross-entropy of the masked tokens).
         store: where several ranks meet; default: at MASTER_ADDR.
 
@@ -55,7 +55,7 @@ class PolicyTrainer:
         *,
         device: str = "cpu",
         distribution: Distribution | None = None,
-        max_response_tokens: int = 1,
+        max_response_tokens: int | None = None,
         seed: int = 0,
         loss: Literal["policy", "supervised"] = "policy",
         store: dist.Store | None = None,
@@ -164,12 +164,12 @@ class PolicyTrainer:
         return metrics | {"excluded_tokens": excluded + metrics.get("excluded_tokens", 0.0)}
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch, *, reference: bool = False) -> torch.Tensor:
-        """Log-probabilities of the labels in this rank's rows (`rank_rows`), [R / data ranks, L] float32 on the host;
-        zero where nothing is predicted. Of the policy, or of the reference policy."""
+    def logprobs(self, batch: PackedBatch, *, reference: bool = False, only_loss: bool = False) -> torch.Tensor:
+        """Log-probabilities of the labels in this rank's rows (`rank_rows`), with `only_loss` of those under the loss mask
+        alone; [R / data ranks, L] float32 on the host, zero elsewhere. Of the policy, or of the reference policy."""
         model = self.reference if reference else self.policy
         parts = [batch.select(part) for part in self._microbatches(batch)]
-        logprobs = torch.cat([model.logprobs(rows, self.distribution)[0].cpu() for rows in parts])
+        logprobs = torch.cat([model.logprobs(rows, self.distribution, only_loss=only_loss)[0].cpu() for rows in parts])
         model.reshard()
         return logprobs
 

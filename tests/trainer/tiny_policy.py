@@ -69,7 +69,7 @@ class OneRank:
         self._trainer = trainer
 
     async def logprobs(self, batches: Sequence[PackedBatch], *, reference: bool = False) -> list[torch.Tensor]:
-        return [self._trainer.logprobs(batch, reference=reference) for batch in batches]
+        return [self._trainer.logprobs(batch, reference=reference, only_loss=True) for batch in batches]
 
 
 def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
