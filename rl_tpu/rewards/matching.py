@@ -99,8 +99,8 @@ def multiple_choice(
     response = after_thinking(text)
     given = find_answer(response, answer_format)
     if given is None and answer_format == "any":
-        bracketed = re.findall(r"\(([A-Za-z])\)", response)
-        given = bracketed[-1] if bracketed else response
+        at_end = re.search(r"\(([A-Za-z])\)[\s.*!]*\Z", response)
+        given = at_end[1] if at_end else response
     return correct if given is not None and _letter(given, choices) == expected else incorrect
 
 

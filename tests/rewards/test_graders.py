@@ -154,6 +154,7 @@ def test_gsm8k_needs_a_number_to_compare_with():
         (r"\boxed{Z}", 0),
         (r"\boxed{12 apples}", 0),
         ("(B) or rather (A)", 0),
+        ("It may be (B), I am not sure.", 0),
         ("", 0),
     ],
 )
