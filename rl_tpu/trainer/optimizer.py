@@ -67,7 +67,7 @@ class PolicyOptimizer:
             self.optimizer.step()
             self.schedule.step()
         self.optimizer.zero_grad()
-        return {"grad_norm": norm, "learning_rate": learning_rate, "skipped_updates": float(not finite)}
+        return {"grad_norm": norm, "learning_rate": learning_rate, "skipped_updates": float(apply and not finite)}
 
 
 def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[ParamGroupConfig]:
