@@ -34,7 +34,7 @@ def samples() -> list[Sample]:
 @pytest.fixture(scope="module")
 def batch(samples) -> PackedBatch:
     """Rows with several samples each."""
-    return pack(samples, [128], 1, 2)
+    return pack(samples, [128])
 
 
 def differences(model, samples: list[Sample], batch: PackedBatch, logprobs: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_packed_logprobs_are_those_of_transformers(family, samples, batch):
 def test_in_bfloat16_the_trainer_is_no_farther_from_float32_than_transformers(family):
     """The usual token: where rounding makes one of experts' scores overtake another, either is off by much, by chance."""
     samples = make_samples(40, seed=1)
-    batch = pack(samples, [128], 1, 2)
+    batch = pack(samples, [128])
     with one_rank(family.directory, param_dtype="bfloat16") as trainer:
         ours = differences(family.model, samples, batch, trainer.logprobs(batch)).median()
     rounded = AutoModelForCausalLM.from_pretrained(family.directory, dtype=torch.bfloat16).eval()
@@ -121,7 +121,7 @@ def test_names_and_weights_are_those_of_the_files(family, tmp_path):
         tensors = trainer.full_tensors()
         assert tensors.keys() == family.files.keys()
         assert all(torch.equal(tensors[name], family.files[name]) for name in tensors)
-        trainer.update(pack(make_samples(6), [128], 1, 2))
+        trainer.update(pack(make_samples(6), [128]))
         after = trainer.full_tensors()
         trainer.export_hf(tmp_path / "hf")
     moved = [name for name in after if not torch.equal(after[name], tensors[name])]

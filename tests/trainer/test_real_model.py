@@ -64,7 +64,7 @@ def transformers_model(model_dir: Path, dtype: torch.dtype):
 
 def test_logprobs_are_those_of_transformers(model_dir, samples):
     exact = transformers_model(model_dir, torch.float32)
-    batch = pack(samples, [128], 1, 2)
+    batch = pack(samples, [128])
     with one_rank(model_dir) as trainer:
         ours = differences(exact, samples, batch, trainer.logprobs(batch))
     assert ours.max() < 1e-4
@@ -82,7 +82,7 @@ def test_logprobs_are_those_of_transformers(model_dir, samples):
 
 
 def test_a_step_of_grpo_makes_good_answers_likelier(model_dir, samples):
-    batch = pack(samples, [128], 1, 2)
+    batch = pack(samples, [128])
     with one_rank(model_dir, optimizer=OptimizerConfig(learning_rate=1e-5)) as trainer:
         before = trainer.logprobs(batch)
         metrics = trainer.update(batch)
