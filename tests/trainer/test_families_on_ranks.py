@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
+import gradients_program
 import pytest
 import torch
 from family_models import by_saved_name, family_model
@@ -78,3 +80,19 @@ def test_the_exported_directory_is_the_policy(runs, ranks):
     theirs = by_saved_name(model, model.state_dict())
     assert all(torch.equal(after[name], theirs[name]) for name in after)
     assert theirs.keys() - after.keys() <= {"lm_head.weight"}
+
+
+def test_ranks_that_hold_copies_of_the_experts_find_the_same_gradient(tmp_path):
+    """HSDP of two replicas, and SimpleFSDP; gradients come by Hugging Face's names, so weights and names are tested too."""
+    directory = tmp_path / "model"
+    family_model("qwen3_moe mixed tied").save_pretrained(directory)
+    layouts = [{"cuts": [2], "parallel": {"replicas": 2}}, {"cuts": [2], "parallel": {"sharding": "simple_fsdp"}}]
+    run_ranks(
+        2, [directory, tmp_path / "found.pt", *map(json.dumps, layouts)], tmp_path, Path(gradients_program.__file__)
+    )
+    found = torch.load(tmp_path / "found.pt")
+    one = gradients_program.exercise(directory, {"cuts": [2]})
+    for layout in layouts:
+        two = found[json.dumps(layout)]
+        for laying, (gradient, _) in one.items():
+            assert close(two[laying][0], gradient, 1e-5)
