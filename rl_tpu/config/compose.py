@@ -96,7 +96,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
     except HydraException as error:
         raise UserError(f"command line: {_first_line(error)}") from None
     for argument in arguments:
-        if "=" not in argument and not argument.startswith("-") and argument not in values:
+        if argument.startswith("=") or ("=" not in argument and argument[:1] != "-" and argument not in values):
             raise UserError(f"command line: {argument!r} is neither KEY=VALUE nor an option")
     for override in parsed:
         _check_key(override)
@@ -143,12 +143,10 @@ def _check_key(override: Override) -> None:
     section: Any = RunConfig
     parts = key.split(".")
     for depth, part in enumerate(parts):
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            return  # inside a free dictionary: options, sets
-        if part not in section.model_fields:
+        if _is_section(section) and part not in section.model_fields:
             parent = ".".join(parts[:depth])
             raise UserError(f"unknown configuration key {key!r}{_nearest(part, section, parent)}")
-        section = section.model_fields[part].annotation
+        section = _within(section, part)
 
 
 def _nearest(name: str, section: type[BaseModel], parent: str) -> str:
@@ -176,15 +174,21 @@ def _explain(details: ErrorDetails) -> str:
 def _section_at(location: tuple[str | int, ...]) -> type[BaseModel] | None:
     section: Any = RunConfig
     for part in location:
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            arguments = getattr(section, "__args__", ())
-            section = arguments[-1] if arguments else None  # the value type of dict[str, Section]
-            continue
-        field = section.model_fields.get(str(part))
-        section = field.annotation if field is not None else None
-    if isinstance(section, type) and issubclass(section, BaseModel):
-        return section
-    return None
+        section = _within(section, str(part))
+    return section if _is_section(section) else None
+
+
+def _within(section: Any, name: str) -> Any:
+    """The type of what is called `name` in a section, or in a dictionary or list; None where anything may be."""
+    if _is_section(section):
+        field = section.model_fields.get(name)
+        return field.annotation if field is not None else None
+    arguments = getattr(section, "__args__", ())
+    return arguments[-1] if arguments else None
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _variants(parsed: list[Override]) -> Iterator[list[str]]:

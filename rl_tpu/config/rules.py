@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 from rl_tpu.config.schema import PromptSourceConfig, RunConfig
 
+GREEDY_BELOW = 1e-6
+"""SGLang takes a smaller temperature for 0."""
+
 
 def broken_rules(config: RunConfig) -> list[str]:
     """Everything in `config` that cannot work together; empty if all is well."""
@@ -115,6 +118,11 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 def _sampling(config: RunConfig) -> Iterator[str]:
     if config.rollout.top_k == 0:
         yield "rollout.top_k 0 leaves no token to sample: -1 is for all, k for the k likeliest"
+    if config.rollout.temperature < GREEDY_BELOW:
+        yield (
+            f"rollout.temperature {config.rollout.temperature} is greedy to the engine (it is less than {GREEDY_BELOW}):"
+            " no answer would differ from another"
+        )
 
 
 def _chips(config: RunConfig) -> Iterator[str]:

@@ -38,6 +38,18 @@ def test_every_value_of_a_sweep_is_checked():
         (["algorithm.correction.mode=mask"], ["correction.mode mask", "algorithm.old_logprobs=recompute"]),
         (["algorithm=cispo", "algorithm.dual_clip=3"], ["algorithm.dual_clip 3.0 has no meaning", "objective cispo"]),
         (["rollout.top_k=0"], ["rollout.top_k 0 leaves no token"]),
+        (["rollout.temperature=1e-9"], ["rollout.temperature 1e-09 is greedy", "1e-06"]),
+        (["trainer.optimizer.beta1=1"], ["trainer.optimizer.beta1=1", "less than 1"]),
+        (["trainer.optimizer.momentum=1"], ["trainer.optimizer.momentum=1", "less than 1"]),
+        (
+            ["data=maths_mixture", "data.train.sources.gsm8k.wieght=2"],
+            ["data.train.sources.gsm8k.wieght", "did you mean 'data.train.sources.gsm8k.weight'"],
+        ),
+        (
+            ["evaluation.sets.held_out.sorce.kind=file"],
+            ["evaluation.sets.held_out.sorce", "did you mean 'evaluation.sets.held_out.source'"],
+        ),
+        (["=5"], ["'=5' is neither KEY=VALUE nor an option"]),
         (["algorithm.correction.low=3"], ["algorithm.correction.low 3.0 is more than", "high 2.0"]),
         (["algorithm.kl.refresh_steps=5"], ["algorithm.kl.refresh_steps 5", "algorithm.kl.coefficient 0"]),
         (["algorithm.baseline=batch_mean"], ["algorithm.scale group_std", "batch_std"]),

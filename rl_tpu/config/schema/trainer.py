@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_tpu.config.schema.base import Count, NonNegative, Positive, Seconds, Section, Share
+from rl_tpu.config.schema.base import Count, Decay, NonNegative, Positive, Seconds, Section, Share
 
 
 class OptimizerConfig(Section):
@@ -17,13 +17,13 @@ class OptimizerConfig(Section):
     embedding, head, norms and biases. Muon's updates are as large as AdamW's: one learning rate for both."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    beta1: Share = 0.9
+    beta1: Decay = 0.9
     """AdamW: decay of the first moment."""
-    beta2: Share = 0.95
+    beta2: Decay = 0.95
     """AdamW: decay of the second moment."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW: added to the root of the second moment."""
-    momentum: Share = 0.95
+    momentum: Decay = 0.95
     """Muon: decay of the moment."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, of matrices alone: not of norms and biases."""
