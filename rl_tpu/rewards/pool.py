@@ -8,6 +8,8 @@ of an idle worker costs nothing.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -62,7 +64,7 @@ class WorkerPool:
             self._closed = True
             self._changed.notify_all()
             for worker in self._running:
-                worker.process.kill()
+                worker.kill()
         for thread in self._threads:
             thread.join()
         for _, future in self._queue:
@@ -132,7 +134,8 @@ class _Worker:
         # Started afresh, not forked: it has no business with the driver's Ray, gRPC and torch threads.
         entry = f"import sys; sys.path[:] = {sys.path!r}; from rl_tpu.rewards import worker; worker.main({far_end.fileno()})"
         command = [sys.executable, "-c", entry]
-        self.process = subprocess.Popen(command, pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL)
+        # In a group of its own: whatever a function starts ends with it, and Ctrl-C is the driver's business.
+        self.process = subprocess.Popen(command, pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL, process_group=0)
         far_end.close()
 
     def prepare(self, setup: Setup) -> None:
@@ -158,11 +161,16 @@ class _Worker:
         except (EOFError, ConnectionError):
             with suppress(subprocess.TimeoutExpired):  # it may have hung up without ending
                 self.process.wait(HANG_UP_S)
-            self.process.kill()
+            self.kill()
             raise WorkerDied(self.process.wait()) from None
 
+    def kill(self) -> None:
+        """Kill it and the processes that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def end(self) -> None:
-        self.process.kill()
+        self.kill()
         self.process.wait()
         self.connection.close()
 

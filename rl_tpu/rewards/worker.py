@@ -63,6 +63,7 @@ def main(descriptor: int) -> None:
     if setup.memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
     loaded = [_load(term) for term in setup.terms]
+    process = os.getpid()
     driver.send(READY)
     while True:
         try:
@@ -70,7 +71,10 @@ def main(descriptor: int) -> None:
         except EOFError:
             return
         driver.send(READY)
-        driver.send(_do(job, setup.terms, loaded))
+        scores = _do(job, setup.terms, loaded)
+        if os.getpid() != process:  # a function forked, and its copy came back too: one of them answers
+            os._exit(0)
+        driver.send(scores)
 
 
 def _load(term: Term) -> RewardFunction | str:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -21,6 +22,13 @@ def by_text(text, answer, prompt, *, scale=1.0):
         os._exit(0)
     elif text == "sys.exit":
         sys.exit(5)
+    elif text == "fork":
+        os.fork()
+        return 0.5
+    elif text.startswith("hang in a child "):
+        with subprocess.Popen(["sleep", "3600"]) as child, open(text.rpartition(" ")[2], "w") as file:
+            print(child.pid, file=file, flush=True)
+            child.wait()
     elif text == "raise":
         raise KeyError("no such\nkey")
     elif text == "raise unpicklable":

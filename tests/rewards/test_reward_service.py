@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import faulty_rewards
@@ -77,6 +78,20 @@ def test_crashed_worker_is_replaced_and_the_sample_counted(service, text, exit_c
     assert [sample.reward for sample in samples] == [1.0] * 10 + [-1.0] + [2.0] * 10
     assert samples[10].reward_error == f"the reward worker died with exit code {exit_code}"
     assert (stats.scored, stats.crashes, stats.timeouts) == (21, 1, 0)
+
+
+def test_a_function_that_forks_scores_nobody_else(service):
+    for _ in range(3):
+        samples, stats = score(service, "fork", *"23456789")
+        assert [sample.reward for sample in samples] == [0.5, *range(2, 10)]
+        assert stats.crashes == 0
+
+
+def test_what_a_late_function_started_ends_with_it(service, tmp_path):
+    _, stats = score(service, f"hang in a child {tmp_path / 'pid'}")
+    assert stats.timeouts == 1
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(10)
 
 
 def test_many_crashes_and_hangs_in_a_row(service):
