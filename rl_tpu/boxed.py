@@ -21,20 +21,20 @@ def last_boxed(text: str) -> tuple[int, str] | None:
     boxes = _boxes(text)
     if not boxes:
         return None
-    last, _, content = boxes.pop()
-    contents, start = [content], last
-    while boxes and boxes[-1][1] > start - CONNECTIVE_CHARACTERS:
-        before, end, content = boxes.pop()
+    last, opened, end = boxes.pop()
+    contents, start = [text[opened : end - 1]], last
+    while boxes and boxes[-1][2] > start - CONNECTIVE_CHARACTERS:
+        before, opened, end = boxes.pop()
         if end <= start:  # else the later box stands inside this one
             if not CONNECTIVE.fullmatch(text, end, start):
                 break
-            contents.append(content)
+            contents.append(text[opened : end - 1])
         start = before
     return last, ", ".join(dict.fromkeys(piece.strip() for piece in reversed(contents)))
 
 
-def _boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""Start, end and content of every ``\boxed{...}`` whose braces close, in order of their starts."""
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    r"""Start, start of the content, and end of every ``\boxed{...}`` whose braces close, in order of their starts."""
     found = []
     open_braces: list[re.Match[str]] = []
     for brace in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
@@ -43,5 +43,5 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
         elif brace.group() == "}" and open_braces:
             opening = open_braces.pop()
             if opening.group() != "{":
-                found.append((opening.start(), brace.end(), text[opening.end() : brace.start()]))
+                found.append((opening.start(), opening.end(), brace.end()))
     return sorted(found)

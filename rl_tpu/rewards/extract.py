@@ -11,8 +11,9 @@ AnswerFormat = Literal["any", "boxed", "answer_line", "last_line", "tag", "whole
 """Where an answer stands: `\\boxed{...}`; a line `Answer: ...`; the same as the very last line; `<answer>...</answer>`;
 the whole response. `any` takes the last box or answer line, after tags if there are some."""
 
-ANSWER_LINE = re.compile(r"\banswer[*_ ]*:[*_ ]*\s*(?:the (?:final )?answer is:? )?(\S[^\n]*)", re.IGNORECASE)
-FAREWELL = re.compile(r"\.?\s*I hope it is correct.*", re.IGNORECASE)  # Minerva's few-shot examples end so
+# Possessive (*+): a response that goes on in endless blanks is not tried again from every one of them.
+ANSWER_LINE = re.compile(r"\banswer[*_ ]*+:[*_ ]*+\s*+(?:the (?:final )?answer is:? )?(\S[^\n]*)", re.IGNORECASE)
+FAREWELL = re.compile(r"(?<!\s)\.?\s*+I hope it is correct.*", re.IGNORECASE)  # Minerva's few-shot examples end so
 LAST_LINE = re.compile(r"\s*answer\s*:\s*(.*)", re.IGNORECASE)
 
 
@@ -63,7 +64,7 @@ def strip_marks(answer: str) -> str:
     before = None
     while before != answer:
         before = answer
-        answer = answer.strip().removesuffix(".").strip("*`").strip()
+        answer = answer.strip().rstrip(".").strip("*`").strip()
         for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
             if len(answer) >= len(start) + len(end) and answer.startswith(start) and answer.endswith(end):
                 inner = answer[len(start) : -len(end)]

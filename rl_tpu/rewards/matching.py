@@ -40,10 +40,18 @@ def exact(
 
 
 def _normalise(text: str, case_sensitive: bool, punctuation: bool) -> str:
-    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    text = re.sub(r"[^\x00-\x7f]", _compatible, text)
+    text = " ".join(unicodedata.normalize("NFC", text).split())
     if not punctuation:
         text = text.strip(" .,;:!?\"'`*")
     return text if case_sensitive else text.casefold()
+
+
+def _compatible(character: re.Match[str]) -> str:
+    """NFKC of a character, unless that takes away its meaning: 10² is not 102, nor 1½ 11/2."""
+    kind = unicodedata.decomposition(character[0])
+    keeps = kind.startswith(("<super>", "<sub>", "<fraction>"))
+    return character[0] if keeps else unicodedata.normalize("NFKC", character[0])
 
 
 def _pattern(pattern: str) -> str:

@@ -182,6 +182,8 @@ def test_exact():
     assert exact("Paris", "Paris", PROMPT, answer_format="boxed") == 0
     assert exact("<think>Paris</think>", "Paris", PROMPT) == 0
     assert exact("７", "7", PROMPT) == 1
+    assert exact("10²", "102", PROMPT) == exact("x²", "x2", PROMPT) == exact("1½", "11⁄2", PROMPT) == 0
+    assert exact("10²", "10²", PROMPT) == exact("cafe\u0301", "café", PROMPT) == 1
 
 
 def test_regex():

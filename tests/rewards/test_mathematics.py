@@ -192,6 +192,8 @@ def test_pathological_answers_end_at_their_deadline():
 
 
 REPEATED = [r"\boxed{" * 20_000, "Answer: " * 50_000, r"\boxed{1" + " " * 100_000 + "2}", "the answer " * 30_000]
+REPEATED += ["Answer:" + " " * 200_000, "Answer: 3" + " " * 200_000 + "x", "Answer: " + "." * 200_000]
+REPEATED += [r"\boxed{" * 30_000 + "3" + "}" * 30_000]
 
 
 @pytest.mark.timeout(30)
