@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import aiohttp
@@ -50,7 +52,10 @@ async def post_all(
     headers = {"Authorization": f"Bearer {os.environ[key_variable]}"} if key_variable else {}
     gate = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=request_timeout_s)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=True) as session:
+    serialize = partial(json.dumps, default=str)  # a Parquet row holds dates and decimals
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=timeout, trust_env=True, json_serialize=serialize
+    ) as session:
 
         async def post(body: Any) -> Any | ServiceError:
             for attempt in range(1, attempts + 1):
@@ -65,7 +70,7 @@ async def post_all(
                         wait_s = max(wait_s, min(LONGEST_WAIT_S, _asked_wait_s(reply.headers)))
                 except TimeoutError:
                     said = f"no reply within {request_timeout_s:g} s"
-                except (aiohttp.ClientError, ValueError) as error:
+                except (aiohttp.ClientError, ValueError, RecursionError) as error:
                     said = f"{type(error).__name__}: {error}"
                 if attempt < attempts:
                     await asyncio.sleep(wait_s)

@@ -135,14 +135,14 @@ def read_verdict(reply: str, verdict: str, json_key: str | None) -> float:
         found = [value[json_key] for value in map(_object, ends) if json_key in value][:1]  # the outermost
     try:
         return float(found[-1])
-    except (IndexError, TypeError, ValueError):
+    except (IndexError, TypeError, ValueError, OverflowError):
         raise NoVerdict(f"the judge's reply does not end in a verdict: ...{reply[-SHOWN_CHARACTERS:]!r}") from None
 
 
 def _object(text: str) -> dict:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
 
 
@@ -157,6 +157,8 @@ def _scaled(reply: Any, verdict: str, json_key: str | None, lowest: float, highe
     try:
         content = reply["choices"][0]["message"]["content"] or ""
     except (KeyError, IndexError, TypeError):
+        content = None
+    if not isinstance(content, str):
         return ServiceError(f"the judge's reply is no chat completion: {reply!r:.300}")
     try:
         number = read_verdict(content, verdict, json_key)

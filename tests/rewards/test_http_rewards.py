@@ -6,6 +6,9 @@ import re
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from rl_tpu.config.schema import RewardConfig
 from rl_tpu.errors import RunError
 from rl_tpu.rewards import Response, RewardService
 from rl_tpu.rewards.http import ServiceError
-from rl_tpu.rewards.judge import TEMPLATE, NoVerdict, fill, read_verdict
+from rl_tpu.rewards.judge import TEMPLATE, VERDICT, NoVerdict, _scaled, fill, read_verdict
 from rl_tpu.rewards.judge import score as judge
 from rl_tpu.rewards.remote import score as remote
 from rl_tpu.types import Prompt, Sample
@@ -95,6 +98,18 @@ def test_a_request_that_fails_costs_its_own_samples(service_url, text, message):
     assert results[::2] == [1.0, 1.0]
     assert isinstance(results[1], ServiceError)
     assert message in str(results[1])
+
+
+def test_rows_of_what_json_does_not_know(service_url):
+    prompt = replace(PROMPT, metadata={"day": date(2024, 2, 29), "share": Decimal("0.5")})
+    assert remote(responses("4"), "4", prompt, url=f"{service_url}/score") == [1.0]
+    assert log(service_url)[-1][1]["prompt"]["metadata"] == {"day": "2024-02-29", "share": "0.5"}
+
+
+@pytest.mark.parametrize("content", [5, [{"type": "text", "text": "Verdict: 1"}]])
+def test_a_judge_whose_reply_is_no_text(content):
+    reply = {"choices": [{"message": {"content": content}}]}
+    assert "is no chat completion" in str(_scaled(reply, VERDICT, None, 0.0, 1.0))
 
 
 def test_a_reply_with_too_few_rewards(service_url):
@@ -206,6 +221,7 @@ def test_reading_verdicts():
     for reply in ("", "Verdict:", "Verdict: x", "Verdict: 1\nSo much for that."):
         with pytest.raises(NoVerdict):
             read_verdict(reply, r"verdict\W*(\d)", None)
-    for reply in ("", "{", '{"score": null}', '{"other": 1}', '{"score": 1} and more', "[1]"):
+    huge, deep = '{"score": 1' + "0" * 400 + "}", '{"score":' * 5000
+    for reply in ("", "{", '{"score": null}', '{"other": 1}', '{"score": 1} and more', "[1]", huge, deep):
         with pytest.raises(NoVerdict):
             read_verdict(reply, "", "score")
