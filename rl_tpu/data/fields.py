@@ -82,7 +82,7 @@ def _letter(answer: Any, options: dict[str, str], name: str, where: str) -> str:
     """The letter of the right choice, given as a position from 0, a letter or the choice's text."""
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(options):
         return ascii_uppercase[answer]
-    if answer in options:
+    if isinstance(answer, str) and answer in options:
         return answer
     matching = [letter for letter, option in options.items() if option == answer]
     if len(matching) == 1:

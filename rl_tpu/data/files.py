@@ -6,8 +6,9 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rl_tpu.config.schema import PromptSourceConfig
 from rl_tpu.data.rows import READERS, reader
@@ -61,7 +62,7 @@ def _files(path: str, split: str | None) -> list[Path]:
 def _directory(directory: Path, split: str | None) -> list[Path]:
     """The data files of one split of a directory that `save_to_disk` wrote or that came from a hub."""
     if (directory / "dataset_dict.json").exists():
-        chosen = _choose(directory, _listed(directory / "dataset_dict.json", "splits"), split)
+        chosen = _choose(directory, _listed(directory / "dataset_dict.json", "splits", str), split)
         return _saved(directory / chosen)
     if (directory / "state.json").exists():
         return _saved(directory)
@@ -104,14 +105,19 @@ def _choose(directory: Path, splits: list[str] | dict[str, list[Path]], wanted: 
 
 def _saved(directory: Path) -> list[Path]:
     """The Arrow files of a dataset that `save_to_disk` wrote, in the order of its rows."""
-    files = [directory / entry["filename"] for entry in _listed(directory / "state.json", "_data_files")]
+    names = _listed(directory / "state.json", "_data_files", lambda entry: entry["filename"])
+    files = [directory / name for name in names]
     if missing := [file.name for file in files if not file.is_file()]:
         raise UserError(f"{directory} lacks {', '.join(missing)}, named in its state.json; copy the directory again")
     return files
 
 
-def _listed(path: Path, key: str) -> list:
+def _listed(path: Path, key: str, name: Callable[[Any], str]) -> list[str]:
+    """The ``name`` of every entry under ``key`` of a JSON file; there is at least one."""
     try:
-        return list(json.loads(path.read_text())[key])
+        names = [name(entry) for entry in json.loads(path.read_text())[key]]
+        if not names:
+            raise ValueError(f"{key} is empty")
+        return names
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not what save_to_disk writes: {type(error).__name__} {one_line(error)}") from None

@@ -18,6 +18,9 @@ Row = tuple[int, dict[str, Any]]
 BATCH = 1024
 """Rows that are Python objects at the same time."""
 
+NO_VALUE = (ValueError, OverflowError)
+"""What pyarrow raises for text that is no UTF-8 and times that Python does not know."""
+
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file. Raises UserError, naming file and line, at the first that cannot be read."""
@@ -69,7 +72,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, *NO_VALUE) as error:
         raise UserError(f"{path}: not a readable Parquet file (after row {number}): {one_line(error)}") from error
 
 
@@ -84,7 +87,7 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
                     for row in batch.slice(start, BATCH).to_pylist():
                         number += 1
                         yield number, row
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, *NO_VALUE) as error:
         raise UserError(f"{path}: not a readable Arrow file (after row {number}): {one_line(error)}") from error
 
 

@@ -153,8 +153,11 @@ def test_what_is_wrong_with_a_path_is_said(tmp_path, datasets):
     assert "not a readable Arrow file" in refused(saved)
     shard.unlink()
     assert "lacks data-00001-of-00002.arrow" in refused(saved)
-    (saved / "state.json").write_text(json.dumps({"_data_files": 3}))
-    assert "state.json is not what save_to_disk writes" in refused(saved)
+    for files in (3, [], [3], [{}]):
+        (saved / "state.json").write_text(json.dumps({"_data_files": files}))
+        assert "state.json is not what save_to_disk writes" in refused(saved)
+    (saved / "dataset_dict.json").write_text(json.dumps({"splits": []}))
+    assert "dataset_dict.json is not what save_to_disk writes: ValueError splits is empty" in refused(saved)
 
 
 def test_whether_files_are_there(tmp_path):

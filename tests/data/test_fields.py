@@ -67,6 +67,7 @@ def test_choices_become_lettered_lines_and_the_answer_a_letter(tmp_path, byte_to
         (["one", "two"], -1, ["p.jsonl:1"]),
         (["one", "two"], True, ["p.jsonl:1", "True"]),
         (["one", "two"], "three", ["p.jsonl:1", "three"]),
+        (["one", "two"], ["A"], ["p.jsonl:1", "['A']"]),
         (["one", "one"], "one", ["p.jsonl:1", "text of one choice"]),
         (["one"], 0, ["p.jsonl:1", "2 to 26 texts"]),
         (["one", 2], 0, ["p.jsonl:1", "2 to 26 texts"]),

@@ -186,6 +186,15 @@ def test_truncated_parquet(tmp_path, byte_tokenizer):
     assert "Parquet" in refused(path, byte_tokenizer)
 
 
+def test_parquet_values_that_python_does_not_know(tmp_path, byte_tokenizer):
+    path, row = tmp_path / "p.parquet", {"prompt": ["?"], "answer": ["1"]}
+    pq.write_table(pa.table(row | {"day": pa.array([2**42], pa.timestamp("s"))}), path)
+    assert "Parquet file (after row 0): date value out of range" in refused(path, byte_tokenizer)
+    two_bytes = [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
+    pq.write_table(pa.table(row | {"prompt": pa.Array.from_buffers(pa.string(), 1, two_bytes)}), path)
+    assert "Parquet file (after row 0): 'utf-8' codec" in refused(path, byte_tokenizer)
+
+
 def test_parquet_row_is_named(tmp_path, byte_tokenizer):
     path = tmp_path / "p.parquet"
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}]), path)
