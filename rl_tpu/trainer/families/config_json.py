@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rl_tpu.errors import UserError
@@ -55,6 +56,8 @@ class ConfigJson:
         for place in ("rope_parameters", "rope_scaling"):
             if settings := self._read(place, {}, "an object", lambda value: isinstance(value, dict)):
                 break
+        if any(isinstance(value, dict) for value in settings.values()):
+            self.refuse(f"{place} = {settings!r}; the trainer supports only one rotary embedding for all layers")
         merged = {"rope_theta": self.settings.get("rope_theta")} | settings
         rope = ConfigJson(merged, self.architecture)
         rope.only({"partial_rotary_factor": 1.0})
@@ -80,4 +83,4 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

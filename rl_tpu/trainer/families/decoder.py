@@ -30,6 +30,8 @@ def attention_block(config: ConfigJson, rope: RoPE.Config, qk_norm: bool) -> dic
     kv_heads = config.count("num_key_value_heads")
     if heads % kv_heads:
         config.refuse(f"num_attention_heads = {heads}, not a multiple of num_key_value_heads = {kv_heads}")
+    if rope.dim % 2:
+        config.refuse(f"heads of {rope.dim} dimensions; rotary embeddings turn pairs of them")
     attention: GQAttention.Config = make_gqa_config(
         dim=dim,
         n_heads=heads,
@@ -68,6 +70,8 @@ def decoder_spec(
     adapter: type[StateDictAdapter] = Qwen3StateDictAdapter,
 ) -> ModelSpec:
     """The ModelSpec of `layers` between an embedding and an output layer, which may be one tensor."""
+    if config.settings.get("quantization_config"):
+        config.refuse("a quantization_config; the trainer reads floating-point weights, without scales beside them")
     dim, vocabulary = config.count("hidden_size"), config.count("vocab_size")
     return ModelSpec(
         name=name,
