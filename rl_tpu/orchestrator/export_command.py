@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from rl_tpu.errors import UserError
 from rl_tpu.orchestrator.job import exit_code
+from rl_tpu.registry import one_line
 from rl_tpu.tracking import RunDirectory
 from rl_tpu.trainer.export import export_checkpoint
 
@@ -32,8 +35,9 @@ def export(arguments: list[str]) -> None:
     if not {"checkpoint", "out"} <= paths.keys():
         raise UserError(USAGE)
     checkpoint, out = paths["checkpoint"], paths["out"]
-    if not (checkpoint / "state.json").is_file():
-        raise UserError(f"checkpoint={checkpoint} is no checkpoint directory (it has no state.json)")
+    for part in ("state.json", "trainer/.metadata"):
+        if not (checkpoint / part).is_file():
+            raise UserError(f"checkpoint={checkpoint} is no checkpoint directory (it has no {part})")
     if out.exists():
         raise UserError(f"out={out} exists already: choose another directory or remove it")
     export_checkpoint(checkpoint / "trainer", paths.get("model") or model_of_run(checkpoint.parents[1]), out)
@@ -45,4 +49,7 @@ def model_of_run(run_dir: Path) -> Path:
     path = RunDirectory(run_dir).config
     if not path.is_file():
         raise UserError(f"{path} is missing: say with model=DIR which model the run started from")
-    return Path(OmegaConf.load(path).model.path).expanduser().resolve()
+    try:
+        return Path(OmegaConf.load(path).model.path).expanduser().resolve()
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, AttributeError) as error:
+        raise UserError(f"{path} does not name the run's model ({one_line(error)}): say it with model=DIR") from None

@@ -81,6 +81,10 @@ def test_a_checkpoint_becomes_a_hugging_face_directory(source, tmp_path, capsys)
     (checkpoint / "state.json").write_text("{}")
     with pytest.raises(UserError, match="say with model=DIR"):
         export([f"checkpoint={checkpoint}", f"out={out}"])
+    for unfit in ("name: x", "model: [", "- model"):
+        (tmp_path / "run" / "config.yaml").write_text(unfit)
+        with pytest.raises(UserError, match=r"config\.yaml does not name the run's model .* model=DIR"):
+            export([f"checkpoint={checkpoint}", f"out={out}"])
     (tmp_path / "run" / "config.yaml").write_text(f"model: {{path: {source}}}")
     export([f"checkpoint={checkpoint}", f"out={out}"])
     assert capsys.readouterr().out == f"written to {out}\n"
@@ -99,10 +103,12 @@ def test_what_is_no_checkpoint_is_not_exported(model_dir, tmp_path):
         export([f"checkpoint={tmp_path}", f"out={tmp_path / 'out'}"])
     with pytest.raises(UserError, match=r"usage: python -m rl_tpu\.export"):
         export(["checkpoint"])
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"it has no trainer/\.metadata"):
+        export([f"checkpoint={tmp_path}", f"out={tmp_path / 'out'}"])
     with one_rank(model_dir) as trainer:
         trainer.save(tmp_path / "trainer")
     tiny_qwen3(True, vocabulary=300).save_pretrained(tmp_path / "other")
-    (tmp_path / "state.json").write_text("{}")
     with pytest.raises(UserError, match="is not a checkpoint of this model"):
         export([f"checkpoint={tmp_path}", f"out={tmp_path / 'out'}", f"model={tmp_path / 'other'}"])
     assert not (tmp_path / "out").exists()
