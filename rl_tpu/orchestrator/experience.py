@@ -9,6 +9,7 @@ import torch
 from rl_tpu.algorithms.advantages import advantages
 from rl_tpu.algorithms.corrections import correction_weights
 from rl_tpu.algorithms.kl import kl
+from rl_tpu.algorithms.masked import masked, usable_tokens
 from rl_tpu.algorithms.mismatch import mismatch_metrics
 from rl_tpu.algorithms.overlong import soft_overlong_penalty
 from rl_tpu.config.schema import RunConfig
@@ -87,6 +88,7 @@ def _subtract_kl(parts: list[list[Sample]], batches: list[PackedBatch], config: 
     penalties = []
     for part, batch in zip(parts, batches, strict=True):
         divergence = kl(batch.old_logprobs, batch.reference_logprobs, config.algorithm.kl.estimator)
+        divergence = masked(divergence, usable_tokens(batch.loss_mask, batch.old_logprobs, batch.reference_logprobs))
         for sample, distance in zip(part, per_sample_sums(divergence, batch, len(part)).tolist(), strict=True):
             penalty = -config.algorithm.kl.coefficient * distance
             sample.reward_parts["kl"] = penalty

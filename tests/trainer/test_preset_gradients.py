@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import random
 
 import pytest
@@ -95,3 +96,19 @@ def test_gradient_is_that_of_the_formula(model_dir, name, share_prompts):
     for name, gradient in ours.items():
         scale = float(theirs[name].abs().max())
         torch.testing.assert_close(gradient.double(), theirs[name], rtol=0, atol=1e-4 * scale, msg=name)
+
+
+def test_a_logprob_that_is_no_number_costs_its_sample_no_distance(model_dir):
+    def distances(broken: float | None) -> list[float]:
+        groups = groups_of(seed=3, noise=0.3)
+        if broken is not None:
+            groups[0].samples[1].logprobs[0] = broken
+        asyncio.run(make_experience(groups, config, OneRank(trainer)))
+        return [sample.reward_parts["kl"] for group in groups for sample in group.samples]
+
+    config = configured("reinforce_pp", "algorithm.kl.estimator=k3")
+    with learning(config, model_dir) as trainer:
+        whole, without = distances(None), distances(math.nan)
+        assert distances(-math.inf) == without
+    assert without[:1] + without[2:] == whole[:1] + whole[2:]
+    assert whole[1] < without[1] <= 0
