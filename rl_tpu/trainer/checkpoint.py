@@ -6,6 +6,7 @@ number of ranks can load it.
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,11 +79,13 @@ class PolicyCheckpointer:
         del self._manager.states["dataloader"]
         self._reference = reference
         self._writing: Future | None = None
+        self._directory: Path | None = None
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and random state as they are now into exactly `directory`, after what is still
         being written. Raises RunError where a rank cannot write."""
         self.finish()
+        self._directory = directory
         refreshed = self._reference is not None and self._reference.refreshed
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -90,7 +93,7 @@ class PolicyCheckpointer:
                 self._states(refreshed), checkpoint_id=str(directory), async_mode=self._manager.async_mode
             )
         except _BAD_FILES as error:
-            raise RunError(f"the checkpoint could not be written ({_reason(error)})") from error
+            raise _not_written(self._directory, error) from error
         self._writing = writing if isinstance(writing, Future) else None
 
     def finish(self, wait: bool = True) -> bool:
@@ -106,7 +109,7 @@ class PolicyCheckpointer:
         try:
             writing.result()
         except _BAD_FILES as error:
-            raise RunError(f"the checkpoint could not be written ({_reason(error)})") from error
+            raise _not_written(self._directory, error) from error
         return True
 
     def load(self, directory: Path) -> None:
@@ -136,6 +139,13 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         torch.set_rng_state(state["torch"].cpu())
+
+
+def _not_written(directory: Path, error: BaseException) -> RunError:
+    """torch does not say that a disk is full."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(there).free / 1e9
+    return RunError(f"the checkpoint could not be written ({_reason(error)}; {free:.3g} GB are free in {there})")
 
 
 def _reason(error: BaseException) -> str:
