@@ -14,7 +14,10 @@ MIXTURE = ["+experiment=qwen3_4b_dapo", "data=maths_mixture"]
         (["data.train.promt_field=x"], ["'data.train.promt_field'", "did you mean 'data.train.prompt_field'"]),
         (["data.exclude_evaluations=false"], ["did you mean 'data.exclude_evaluation'"]),
         (["+data.train.sources.math.wieght=2"], ["'data.train.sources.math.wieght'", "did you mean", "weight"]),
-        (["+evaluation.sets.aime24.source.weight=2"], ["unknown configuration key 'evaluation.sets.aime24.source.weight'"]),
+        (
+            ["+evaluation.sets.aime24.source.weight=2"],
+            ["unknown configuration key 'evaluation.sets.aime24.source.weight'"],
+        ),
         (["data.train.sources.math.weight=0"], ["data.train.sources.math.weight=0", "greater than 0"]),
         (["data.train.sources.math.path=null"], ["data.train.sources.math.path is required for kind=file"]),
         (
