@@ -78,7 +78,7 @@ def supervise(server: int, scratch: str) -> int:
     while running:
         looked = time.time()
         ready, _, _ = select.select([0, ended], [], [], SNAPSHOT_SECONDS)
-        files |= mapped_files(server)
+        files |= held_files(server)
         running = ended not in ready and (0 not in ready or bool(os.read(0, 4096)))
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server, signal.SIGKILL)
@@ -88,8 +88,7 @@ def supervise(server: int, scratch: str) -> int:
             child, status = os.waitpid(-1, 0)
             if child == server:
                 result = status
-    if ended in ready:  # a file of its last seconds may have been in no snapshot
-        files |= new_files(looked) - mapped_files()
+    files |= new_files(looked) - held_files()  # what it made since the last snapshot was read
     for file in files:
         Path(file).unlink(missing_ok=True)
     shutil.rmtree(scratch, ignore_errors=True)
@@ -102,13 +101,15 @@ def exit_like(status: int) -> NoReturn:
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def mapped_files(group: int | None = None) -> set[str]:
-    """SGLang's files in /dev/shm that a process has mapped: one of the process group, or any."""
+def held_files(group: int | None = None) -> set[str]:
+    """SGLang's files in /dev/shm that a process has mapped or open: one of the process group, or any."""
     files = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if group is None or os.getpgid(int(process.name)) == group:
                 files.update(_SHARED_MEMORY.findall((process / "maps").read_text()))
+                opened = [os.readlink(descriptor) for descriptor in (process / "fd").iterdir()]
+                files.update(path for path in opened if _SHARED_MEMORY.fullmatch(path))
     return files
 
 

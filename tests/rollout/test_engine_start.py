@@ -18,7 +18,7 @@ from tiny import make_config
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.rollout.process import ServerProcess, free_port, last_words
-from rl_tpu.rollout.server import mapped_files, new_files
+from rl_tpu.rollout.server import held_files, new_files
 
 
 def server_sessions(log: Path) -> list[int]:
@@ -70,7 +70,7 @@ def test_weights_that_cannot_be_read(local_ray, run, model_dirs, tmp_path):
     assert "safetensors" in log.read_text()
     assert server_sessions(log) == []
     # SGLang had made its shared memory by then; of files made since, only those that a living process uses are left.
-    assert new_files(begin) <= mapped_files()
+    assert new_files(begin) <= held_files()
 
 
 def test_a_start_that_takes_too_long(local_ray, run, model_dirs, tmp_path):
