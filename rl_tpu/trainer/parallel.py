@@ -76,8 +76,13 @@ def parallelize(
     if config.activation_checkpointing != "none":
         CHECKPOINTING[config.activation_checkpointing]().build(dump_folder="").apply(model)
     if config.compile:
+        if dims.tp_enabled:
+            # To compiled code a sum that is still under way is of another type than one that is there: wait for it.
+            model.tok_embeddings.register_forward_hook(lambda module, inputs, embedded: embedded.clone())
         for block in model.layers.children():
-            block.compile(backend=device.compile_backend, dynamic=device.dynamic_shapes)
+            # Where shapes depend on the data, those that changed become symbols. All of them at once would take the numbers
+            # of dimensions along, which tensor parallelism cannot use.
+            block.compile(backend=device.compile_backend, dynamic=None if device.dynamic_shapes else False)
     if config.parallel.sharding == "simple_fsdp" and not offload:
         # Its classes are cached with the first model's mesh and precision in them.
         simple_fsdp._wrap_class_cache.clear()
