@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rl_tpu.algorithms.objectives import find_objective
 from rl_tpu.config.compose import find_file
 from rl_tpu.config.schema import ModelConfig, RunConfig, WeightSyncConfig
 from rl_tpu.data import PromptSet, check_source, files_exist, load_prompts, load_tokenizer, load_training_prompts
@@ -76,7 +77,8 @@ def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
 
 
 def check_names(config: RunConfig) -> None:
-    """Devices, rewards, environments, tasks and transports must exist and take their options. Reads no file, loads no model.
+    """Devices, rewards, environments, objectives, tasks and transports must exist and take their options. Reads no file,
+    loads no model.
 
     Raises:
         UserError: one does not; the known names are listed.
@@ -84,6 +86,7 @@ def check_names(config: RunConfig) -> None:
     get_device(config.cluster.device)
     make_plan(config.reward)
     find_environment(config.environment)
+    find_objective(config.algorithm.objective)
     for source in config.prompt_sources.values():
         check_source(source)
     check_transport(config.weight_sync)

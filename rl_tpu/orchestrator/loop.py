@@ -82,7 +82,7 @@ async def train(run: Run) -> None:
                     if config.algorithm.minibatches * config.algorithm.epochs > 1:
                         position = None  # a policy that breaks off between two updates belongs to no step
                     with timer("train"):
-                        metrics |= prepared | await run.trainer.learn(batches)
+                        metrics |= await run.trainer.learn(batches) | prepared  # what both measure is there of the whole step
                     run.step += 1
                     if due(run.step, config.algorithm.kl.refresh_steps):
                         await run.trainer.refresh_reference()

@@ -1,4 +1,4 @@
-"""When two written answers are the same: by their values where those tell, else as Math-Verify reads them.
+"""When two written answers are the same: plain numbers by their value, all else as Math-Verify reads it.
 
 Math-Verify forgives more than a reward should: centimetres are metres to it, and a pair is a set. That is ruled out here.
 """
@@ -12,7 +12,6 @@ from functools import lru_cache
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from rl_tpu.rewards.arithmetic import compare
 from rl_tpu.rewards.extract import strip_marks
 from rl_tpu.rewards.numeric import plain_number, same_number
 from rl_tpu.rewards.units import split_unit
@@ -51,7 +50,7 @@ def equivalent(expected: str, given: str) -> bool:
 
 
 def _by_value(expected: str, given: str) -> bool | None:
-    """Whether two numbers, expressions, tuples or intervals are the same, where their values tell."""
+    """Whether two numbers, or tuples or intervals of them, are the same; None where that needs an algebra system."""
     subject = _SUBJECT.match(given)
     if subject and ("=" not in expected or re.sub(r"\s", "", expected).startswith(re.sub(r"\s", "", subject[0]))):
         expected, given = _SUBJECT.sub("", expected), given[subject.end() :]
@@ -64,7 +63,7 @@ def _by_value(expected: str, given: str) -> bool | None:
             return False
         told = [_by_value(*pair) for pair in zip(*pairs, strict=True)]
         return False if False in told else None if None in told else True
-    return compare(expected, given)
+    return None
 
 
 def same_reading(expected: tuple, given: tuple) -> bool:

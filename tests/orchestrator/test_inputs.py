@@ -9,7 +9,7 @@ import pytest
 from rl_tpu.config.compose import load_config
 from rl_tpu.config.schema import WeightSyncConfig
 from rl_tpu.errors import UserError
-from rl_tpu.orchestrator.inputs import check_transport, fill_options
+from rl_tpu.orchestrator.inputs import check_names, check_transport, fill_options
 
 
 def test_directories_in_the_options_of_a_transport():
@@ -35,3 +35,8 @@ def test_options_of_a_transport_have_its_types(transport, options, said):
     check_transport(
         WeightSyncConfig(transport="disk_delta", options={"url": "{run_dir}/w", "keep": 3, "threads": None})
     )
+
+
+def test_an_objective_that_there_is_not_is_named_before_anything_starts():
+    with pytest.raises(UserError, match=r"unknown objective 'clipp', did you mean 'clip'\? \(known: cispo, clip\)"):
+        check_names(load_config(["+experiment=quickstart", "algorithm.objective=clipp"]))

@@ -1,5 +1,7 @@
 """Every file of configs/reward composes, and what it names exists and takes its options."""
 
+from pathlib import Path
+
 import pytest
 
 from rl_tpu.config.compose import load_config, resource
@@ -9,6 +11,7 @@ from rl_tpu.rewards import make_plan
 from rl_tpu.rewards.registry import REWARDS, find_reward
 
 PRESETS = sorted(file.stem for file in resource("configs/reward").glob("*.yaml"))
+GUIDE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 REQUIRED = {
     "judge": {"url": "http://localhost/v1", "model": "m"},
     "length": {"free": 1, "limit": 2},
@@ -25,8 +28,9 @@ def test_every_preset_composes(preset):
 
 
 @pytest.mark.parametrize("name", sorted(REWARDS))
-def test_every_registered_reward_is_there(name):
+def test_every_registered_reward_is_there_and_documented(name):
     assert callable(find_reward(name, REQUIRED.get(name, {})))
+    assert f"\n| `{name}` |" in GUIDE
 
 
 @pytest.mark.parametrize(
