@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from gradients_program import ALGORITHM, CUTS, LAYINGS, exercise, uneven_samples
-from test_ranks import run_ranks
+from ranks import run_ranks
 from tiny_policy import tiny_qwen3
 from transformers import Qwen3ForCausalLM
 

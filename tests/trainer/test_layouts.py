@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from layouts_program import visit
-from test_ranks import close, equal, run_ranks
+from ranks import close, equal, run_ranks
 from tiny_policy import make_samples, one_rank, tiny_qwen3
 
 from rl_tpu.config.schema import OptimizerConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from optimizer_program import exercise
-from test_ranks import run_ranks
+from ranks import run_ranks
 
 PROGRAM = Path(__file__).with_name("optimizer_program.py")
 
