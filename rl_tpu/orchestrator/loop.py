@@ -82,7 +82,8 @@ async def train(run: Run) -> None:
                     if config.algorithm.minibatches * config.algorithm.epochs > 1:
                         position = None  # a policy that breaks off between two updates belongs to no step
                     with timer("train"):
-                        metrics |= await run.trainer.learn(batches) | prepared  # what both measure is there of the whole step
+                        # What both measure is there of the whole step.
+                        metrics |= await run.trainer.learn(batches) | prepared
                     run.step += 1
                     if due(run.step, config.algorithm.kl.refresh_steps):
                         await run.trainer.refresh_reference()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gradients_program import ALGORITHM, CUTS, LAYINGS, exercise, uneven_samples
 from ranks import run_ranks
-from tiny_policy import tiny_qwen3
+from tiny_policy import response_logprobs, tiny_qwen3
 from transformers import Qwen3ForCausalLM
 
 from rl_tpu.types import Sample
@@ -46,11 +46,7 @@ def transformers_gradient(model: Qwen3ForCausalLM, samples: list[Sample], weight
     """Of `weight` times the sum of PPO's clipped losses of all tokens that the policy wrote."""
     model.zero_grad()
     for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
-        table = torch.log_softmax(model(ids).logits[0], -1)
-        first = len(sample.prompt_ids)
-        logprobs = table[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
-        ratio = (logprobs - torch.tensor(sample.logprobs, dtype=torch.float64)).exp()
+        ratio = (response_logprobs(model, sample) - torch.tensor(sample.logprobs, dtype=torch.float64)).exp()
         clipped = ratio.clamp(1 - ALGORITHM.clip_low, 1 + ALGORITHM.clip_high)
         gain = torch.minimum(ratio * sample.advantage, clipped * sample.advantage)
         (-(gain * torch.tensor(sample.loss_mask)).sum() * weight).backward()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from family_models import MODELS, by_saved_name, family_model
 from safetensors.torch import load_file
-from tiny_policy import make_samples, one_rank, transformers_logprobs
+from tiny_policy import make_samples, one_rank, predictions, supervised_loss, transformers_logprobs
 from transformers import AutoModelForCausalLM
 
 from rl_tpu.trainer.packing import pack
@@ -40,20 +40,10 @@ def batch(samples) -> PackedBatch:
 def differences(model, samples: list[Sample], batch: PackedBatch, logprobs: torch.Tensor) -> torch.Tensor:
     """Distance from transformers' log-probability, of every response token."""
     found = []
-    for sample in samples:
-        row, at = place(batch, sample)
-        found.append((logprobs[row, at] - torch.tensor(transformers_logprobs(model, sample))).abs())
+    for index, sample in enumerate(samples):
+        ours = logprobs[predictions(batch, index, sample)]
+        found.append((ours - torch.tensor(transformers_logprobs(model, sample))).abs())
     return torch.cat(found)
-
-
-def place(batch: PackedBatch, sample: Sample) -> tuple[int, slice]:
-    """Where the batch predicts the sample's response."""
-    ids = torch.tensor(sample.prompt_ids + sample.response_ids)
-    for row in range(batch.rows):
-        for start in (batch.positions[row] == 0).nonzero().flatten().tolist():
-            if torch.equal(batch.input_ids[row, start : start + len(ids)], ids):
-                return row, slice(start + len(sample.prompt_ids) - 1, start + len(ids) - 1)
-    raise AssertionError("the sample is not in the batch")
 
 
 def test_packed_logprobs_are_those_of_transformers(family, samples, batch):
@@ -78,13 +68,7 @@ def test_gradients_are_those_of_transformers(family, samples, batch):
     ours, norm = gradients(family.directory, batch)
     model = family.model
     model.zero_grad()
-    total = 0.0
-    for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
-        table = torch.log_softmax(model(ids).logits[0], -1)[len(sample.prompt_ids) - 1 : -1]
-        chosen = table.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
-        total = total - (chosen * torch.tensor(sample.loss_mask)).sum()
-    (total / sum(sum(sample.loss_mask) for sample in samples)).backward()
+    supervised_loss(model, samples).backward()
     parameters = dict(model.named_parameters())
     theirs = by_saved_name(model, {name: parameter.grad for name, parameter in parameters.items()})
     assert norm == pytest.approx(math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values())), rel=1e-5)

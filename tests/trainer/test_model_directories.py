@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_policy import make_samples, one_rank, tiny_qwen3, transformers_logprobs
+from tiny_policy import make_samples, one_rank, predictions, tiny_qwen3, transformers_logprobs
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from rl_tpu.errors import UserError
@@ -102,9 +102,9 @@ def test_a_bfloat16_model_is_trained_in_bfloat16_and_exported_as_such(copy, tmp_
         after = trainer.full_tensors()
         trainer.export_hf(tmp_path / "hf")
         trainer.export_hf(tmp_path / "hf")  # replaces what is there
-    for sample in samples:
+    for index, sample in enumerate(samples):
         theirs = torch.tensor(transformers_logprobs(exact, sample))
-        ours = logprobs[find(batch, sample)]
+        ours = logprobs[predictions(batch, index, sample)]
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0.1)  # transformers' own bfloat16 is off by 0.05
     assert set(stored_dtypes(tmp_path / "hf").values()) == {torch.bfloat16}
     loaded = Qwen3ForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").state_dict()
@@ -112,13 +112,3 @@ def test_a_bfloat16_model_is_trained_in_bfloat16_and_exported_as_such(copy, tmp_
     text = [{"role": "user", "content": "What is 2 + 2?"}]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.apply_chat_template(text) == byte_tokenizer.apply_chat_template(text)
-
-
-def find(batch, sample) -> tuple[int, slice]:
-    """Where the batch predicts the sample's response."""
-    ids = torch.tensor(sample.prompt_ids + sample.response_ids)
-    for row in range(batch.rows):
-        for start in (batch.positions[row] == 0).nonzero().flatten().tolist():
-            if torch.equal(batch.input_ids[row, start : start + len(ids)], ids):
-                return row, slice(start + len(sample.prompt_ids) - 1, start + len(ids) - 1)
-    raise AssertionError("the sample is not in the batch")

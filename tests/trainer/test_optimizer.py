@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_policy import make_samples, tiny_qwen3, trainer_config
+from tiny_policy import make_samples, supervised_loss, tiny_qwen3, trainer_config
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     Qwen3ForCausalLM,
@@ -81,13 +81,7 @@ def test_several_updates_are_torchs_on_the_transformers_model(model_dir, name):
 
     optimizers = torchs_optimizers(model, name)
     for step, samples in enumerate(batches):
-        losses = []
-        for sample in samples:
-            ids = torch.tensor([sample.prompt_ids + sample.response_ids])
-            table = torch.log_softmax(model(ids).logits[0], -1)[len(sample.prompt_ids) - 1 : -1]
-            losses.append(-table.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0])
-        mask = torch.tensor([m for sample in samples for m in sample.loss_mask])
-        loss = (torch.cat(losses) * mask).sum() / mask.sum()
+        loss = supervised_loss(model, samples)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         rate = 3e-3 * [0.5, 1.0, 1.0, 0.5][step]

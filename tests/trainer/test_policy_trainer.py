@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_policy import gradients, make_samples, one_rank, tiny_qwen3, transformers_logprobs
+from tiny_policy import (
+    gradients,
+    make_samples,
+    one_rank,
+    predictions,
+    supervised_loss,
+    tiny_qwen3,
+    transformers_logprobs,
+)
 
 from rl_tpu.algorithms.distribution import Distribution
 from rl_tpu.config.schema import AlgorithmConfig
@@ -17,29 +25,13 @@ from rl_tpu.trainer.packing import pack
 from rl_tpu.types import PackedBatch, Sample
 
 
-def by_sample(batch: PackedBatch, values: torch.Tensor) -> dict[tuple[int, ...], list[float]]:
-    """The values over each packed sample's predicted tokens, by the sample's ids."""
-    found = {}
-    for row in range(batch.rows):
-        for segment in range(1, int(batch.segment_ids[row].max()) + 1):
-            at = (batch.segment_ids[row] == segment).nonzero().flatten()
-            found[tuple(batch.input_ids[row, at].tolist())] = values[row, at[:-1]].tolist()
-    return found
-
-
 def worst_difference(
     model, samples: list[Sample], batch: PackedBatch, logprobs: torch.Tensor, temperature=1.0
 ) -> float:
-    packed = by_sample(batch, logprobs)
-    assert len(packed) == len(samples)
     return max(
-        abs(ours - theirs)
-        for sample in samples
-        for ours, theirs in zip(
-            packed[tuple(sample.prompt_ids + sample.response_ids)][len(sample.prompt_ids) - 1 :],
-            transformers_logprobs(model, sample, temperature),
-            strict=True,
-        )
+        float((logprobs[predictions(batch, index, sample)] - exact).abs().max())
+        for index, sample in enumerate(samples)
+        for exact in [torch.tensor(transformers_logprobs(model, sample, temperature))]
     )
 
 
@@ -179,13 +171,7 @@ def test_supervised_loss_and_gradient_are_those_of_transformers(model_dir):
     with one_rank(model_dir, loss="supervised") as trainer:
         metrics = trainer.update(batch)
         assert trainer.update(batch)["train/loss"] < metrics["train/loss"]
-    total = 0.0
-    for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
-        table = torch.log_softmax(model(ids).logits[0], -1)[len(sample.prompt_ids) - 1 : -1]
-        chosen = table.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
-        total = total - (chosen * torch.tensor(sample.loss_mask)).sum()
-    loss = total / sum(sum(sample.loss_mask) for sample in samples)
+    loss = supervised_loss(model, samples)
     loss.backward()
     theirs = dict(model.named_parameters())
     assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-5)

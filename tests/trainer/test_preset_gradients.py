@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from papers import PAPERS, Case, rloo
-from tiny_policy import VOCABULARY, OneRank, gradients, learning, tiny_qwen3
+from tiny_policy import VOCABULARY, OneRank, gradients, learning, response_logprobs, tiny_qwen3
 
 from rl_tpu.config.compose import load_config
 from rl_tpu.config.schema import RunConfig
@@ -40,13 +40,6 @@ def groups_of(seed: int, noise: float) -> list[Group]:
             samples.append(sample)
         groups.append(Group(index, Prompt(str(index), tuple(ids), None), samples))
     return groups
-
-
-def response_logprobs(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
-    ids = torch.tensor([sample.prompt_ids + sample.response_ids])
-    table = torch.log_softmax(model(ids).logits[0], -1)
-    first = len(sample.prompt_ids)
-    return table[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
 
 
 def configured(preset: str, *overrides: str) -> RunConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tiny_qwen3 import tiny_config
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from rl_tpu.algorithms.distribution import Distribution
 from rl_tpu.config.schema import AlgorithmConfig, OptimizerConfig, RunConfig, TrainerConfig
@@ -108,10 +108,28 @@ def make_samples(count: int, seed: int = 0, longest: int = 60) -> list[Sample]:
     return samples
 
 
-@torch.no_grad()
-def transformers_logprobs(model: Qwen3ForCausalLM, sample: Sample, temperature: float = 1.0) -> list[float]:
-    """Log-probability of every response token, one sample at a time, without packing."""
+def response_logprobs(model: PreTrainedModel, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """transformers' log-probability of every response token, one sample at a time, without packing."""
     ids = torch.tensor([sample.prompt_ids + sample.response_ids])
-    table = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)
+    logits = model(ids).logits[0]
+    table = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
     first = len(sample.prompt_ids)
-    return [float(table[t - 1, ids[0, t]]) for t in range(first, ids.shape[1])]
+    return table[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
+
+
+def transformers_logprobs(model: PreTrainedModel, sample: Sample, temperature: float = 1.0) -> list[float]:
+    """`response_logprobs` as numbers."""
+    with torch.no_grad():
+        return response_logprobs(model, sample, temperature).tolist()
+
+
+def supervised_loss(model: PreTrainedModel, samples: Sequence[Sample]) -> torch.Tensor:
+    """transformers' mean cross-entropy of the tokens under the loss masks."""
+    total = sum((response_logprobs(model, s) * torch.tensor(s.loss_mask)).sum() for s in samples)
+    return -total / sum(sum(sample.loss_mask) for sample in samples)
+
+
+def predictions(batch: PackedBatch, index: int, sample: Sample) -> tuple[int, slice]:
+    """Row and places where the batch predicts the response of its sample `index`."""
+    row, place = (batch.sample_ids == index + 1).nonzero()[-1].tolist()
+    return row, slice(place - len(sample.response_ids), place)
