@@ -7,6 +7,9 @@ import pytest
 # torch's stores ask the name server for the name of every peer; where an answer gets lost, each test would wait 5 s for it.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# As rl_tpu does: tests that import torch before it should not start accelerator packages either.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

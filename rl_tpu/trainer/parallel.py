@@ -75,7 +75,7 @@ def parallelize(
         _check_sizes(model, dims)
     if config.activation_checkpointing != "none":
         CHECKPOINTING[config.activation_checkpointing]().build(dump_folder="").apply(model)
-    if config.compile:
+    if config.execution.mode == "compile":
         if dims.tp_enabled:
             # To compiled code a sum that is still under way is of another type than one that is there: wait for it.
             model.tok_embeddings.register_forward_hook(lambda module, inputs, embedded: embedded.clone())

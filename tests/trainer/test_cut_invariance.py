@@ -129,13 +129,13 @@ def test_computing_again_in_the_backward_changes_nothing(checkpointing, model_di
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_compiled_blocks_find_the_same(checkpointing, model_dirs, on_one, second_source):
-    settings = {"compile": True, "activation_checkpointing": checkpointing}
+    settings = {"execution": {"mode": "compile"}, "activation_checkpointing": checkpointing}
     agree(exercise(model_dirs[False], settings), on_one, second_source)
 
 
 @pytest.mark.slow
 def test_compiled_blocks_find_the_same_on_two_ranks(model_dirs, on_one, second_source, tmp_path):
-    settings = [settings | {"compile": True, "cuts": [2]} for settings in ON_TWO.values()]
+    settings = [settings | {"execution": {"mode": "compile"}, "cuts": [2]} for settings in ON_TWO.values()]
     for results in run(2, model_dirs[False], tmp_path, settings).values():
         agree(results, on_one, second_source)
 

@@ -66,6 +66,48 @@ class ParallelConfig(Section):
     sees."""
 
 
+class ExecutionConfig(Section):
+    """How the trainer's programs reach the device."""
+
+    mode: Literal["eager", "compile", "graph"] = "eager"
+    """One operation after the other (`eager`); every transformer block compiled (`compile`); or whole programs captured
+    once per shape (`graph`): forward and backward of a micro-batch, and the update, with one loop over all layers, so that
+    compiling takes no longer for more layers."""
+    eager: Literal["default", "fused", "strict", "debug"] = "default"
+    """TPU, mode eager: operations one by one, gathered and fused by torch_tpu (`fused`), one by one and waited for
+    (`strict`), or with torch_tpu's checks (`debug`)."""
+    cache: str | None = None
+    """Directory that keeps compiled programs from run to run; null: none is kept."""
+
+
+class KernelConfig(Section):
+    """Parts of the model that are computed by kernels written for the TPU (Pallas), or by plain PyTorch.
+
+    Elsewhere than on a TPU a kernel's operation is computed by plain PyTorch as well.
+    """
+
+    attention: Literal["plain", "splash"] = "plain"
+    """Softmax over all pairs of a row under a mask, or block by block without ever holding the pairs."""
+    head: Literal["plain", "fused"] = "plain"
+    """Output layer, softmax and entropy by chunks of tokens, or in one kernel whose logits never leave the chip's cores."""
+    experts: Literal["plain", "grouped"] = "plain"
+    """The experts' products by torch's grouped matrix product, or by a kernel."""
+    attention_block_q: Positive = 512
+    """splash: queries per tile."""
+    attention_block_kv: Positive = 512
+    """splash: keys per tile."""
+    head_block_tokens: Positive = 512
+    """fused: tokens per tile."""
+    head_block_vocabulary: Positive = 512
+    """fused: vocabulary entries per tile."""
+    experts_block_rows: Positive = 512
+    """grouped: rows per tile."""
+    experts_block_inner: Positive = 512
+    """grouped: the summed dimension per tile."""
+    experts_block_columns: Positive = 512
+    """grouped: columns per tile."""
+
+
 class TrainerConfig(Section):
     """Learning: TorchTitan ranks."""
 
@@ -82,8 +124,10 @@ class TrainerConfig(Section):
     """How the ranks share the policy."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward computes again instead of keeping it: nothing, what is cheap to compute, every block."""
-    compile: bool = False
-    """Compile every transformer block (torch.compile)."""
+    execution: ExecutionConfig = ExecutionConfig()
+    """How programs reach the device."""
+    kernels: KernelConfig = KernelConfig()
+    """Which parts are computed by kernels of their own."""
     offload_reference: bool = False
     """Keep the reference policy in host memory and bring its layers to the device as they are needed."""
     share_prompts: bool = False
