@@ -1,4 +1,4 @@
-"""What is known of one compiled program: the compiler's figures for one device, in plain numbers. Needs no accelerator package."""
+"""What is known of one compiled program: the figures of the compiler, for one device. Needs no accelerator package."""
 
 from __future__ import annotations
 
