@@ -9,6 +9,7 @@ from rl_tpu.config.schema.cluster import ClusterConfig
 from rl_tpu.config.schema.data import DataConfig, MixedSourceConfig, PromptSourceConfig, TrainingSourceConfig
 from rl_tpu.config.schema.environment import EnvironmentConfig
 from rl_tpu.config.schema.evaluation import EvalSetConfig, EvaluationConfig
+from rl_tpu.config.schema.preflight import PreflightConfig
 from rl_tpu.config.schema.reward import RewardConfig
 from rl_tpu.config.schema.rollout import RolloutConfig
 from rl_tpu.config.schema.run import ModelConfig, RunConfig
@@ -30,6 +31,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PreflightConfig",
     "PromptSourceConfig",
     "RewardConfig",
     "RolloutConfig",

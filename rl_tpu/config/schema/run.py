@@ -12,6 +12,7 @@ from rl_tpu.config.schema.cluster import ClusterConfig
 from rl_tpu.config.schema.data import DataConfig, PromptSourceConfig
 from rl_tpu.config.schema.environment import EnvironmentConfig
 from rl_tpu.config.schema.evaluation import EvaluationConfig
+from rl_tpu.config.schema.preflight import PreflightConfig
 from rl_tpu.config.schema.reward import RewardConfig
 from rl_tpu.config.schema.rollout import RolloutConfig
 from rl_tpu.config.schema.tracking import TrackingConfig
@@ -65,6 +66,8 @@ class RunConfig(Section):
     """Held-out prompts."""
     tracking: TrackingConfig = TrackingConfig()
     """Metrics and dumps."""
+    preflight: PreflightConfig = PreflightConfig()
+    """Checks before the first run."""
 
     @property
     def trainer_ranks(self) -> int:
