@@ -39,7 +39,7 @@ def build_policy(
     Raises UserError for a directory without a readable config.json, an architecture without a family, or one whose heads
     do not divide among the ranks.
     """
-    spec = model_spec(read_config(model_dir), max(config.row_tokens))
+    spec = model_spec(read_config(model_dir), max(config.row_tokens), config.kernels)
     mesh = mesh or build_mesh(config.parallel)
     if mesh.tp_enabled:
         check_heads(spec.model, mesh.tp, model_dir)
@@ -60,7 +60,9 @@ def build_policy(
         # Rotary tables, and the tie of embedding and head.
         model.init_weights(buffer_device=torch_device if offload else None)
     model.train(not frozen)
-    return Policy(model, spec.state_dict_adapter(spec.model, None), torch_device, mesh)
+    adapter = spec.state_dict_adapter(spec.model, None)
+    splash = config.kernels.attention == "splash"
+    return Policy(model, adapter, torch_device, mesh, static_shapes=not device.dynamic_shapes, splash=splash)
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

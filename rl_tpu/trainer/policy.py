@@ -11,7 +11,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from rl_tpu.algorithms.distribution import Distribution
-from rl_tpu.devices import get_device
 from rl_tpu.trainer.inputs import all_positions, without_padding
 from rl_tpu.types import PackedBatch
 
@@ -29,6 +28,11 @@ class Policy:
     adapter: BaseStateDictAdapter
     device: torch.device
     mesh: ParallelDims
+    static_shapes: bool = False
+    """No shape depends on the data: rows are computed as they are, padding included, for a device that compiles one
+    program per shape, or for a capture."""
+    splash: bool = False
+    """With static shapes: attention is splash attention."""
 
     def __post_init__(self):
         self.model._skip_lm_head = True
@@ -50,14 +54,13 @@ class Policy:
         wanted = rows.labels >= 0
         if only_loss:
             wanted &= rows.loss_mask > 0
-        if get_device(self.device.type).dynamic_shapes:
-            inputs = without_padding(rows, wanted, self.mesh.tp)
+        if self.static_shapes:
+            inputs = all_positions(rows, wanted, self.splash)
         else:
-            inputs = all_positions(rows, wanted)
+            inputs = without_padding(rows, wanted, self.mesh.tp)
         hidden = self.model(inputs.tokens, positions=inputs.positions, attention_masks=inputs.attention)
         found = self.model.lm_head(hidden, inputs.places, inputs.labels, distribution, entropy_gradient)
-        nothing = torch.zeros(wanted.numel(), device=self.device)
-        logprobs, entropy = (nothing.index_copy(0, inputs.targets, values).view_as(wanted) for values in found)
+        logprobs, entropy = (inputs.spread(values).view_as(wanted) for values in found)
         return logprobs, torch.where(wanted, entropy, 0.0)
 
     def reshard(self) -> None:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from rl_tpu.algorithms.aggregation import token_weights
 from rl_tpu.algorithms.distribution import Distribution
 from rl_tpu.algorithms.masked import usable_tokens
-from rl_tpu.algorithms.supervised import supervised_loss
 from rl_tpu.config.schema import AlgorithmConfig, TrainerConfig
 from rl_tpu.devices import get_device, prepare_torchtitan
 from rl_tpu.errors import RunError
 from rl_tpu.trainer import checkpoint, export, process_group
 from rl_tpu.trainer.layout import Layout
 from rl_tpu.trainer.loss import PolicyLoss
+from rl_tpu.trainer.microbatch import microbatch_loss
 from rl_tpu.trainer.packing import rank_rows, rows_per_microbatch
 from rl_tpu.trainer.tally import Tally
 from rl_tpu.types import PackedBatch
@@ -145,20 +145,10 @@ class PolicyTrainer:
         tally = Tally(self.policy.data_group)
         for part in self._microbatches(minibatch):
             rows = minibatch.select(part)
-            logprobs, entropy = self.policy.logprobs(
-                rows,
-                self.distribution,
-                only_loss=True,
-                entropy_gradient=self.algorithm.entropy_coefficient != 0,
+            loss = microbatch_loss(
+                self.policy, rows, weights[part], self._policy_loss, self.distribution, self.algorithm, tally
             )
-            rows = rows.to(self.policy.device)
-            if self._policy_loss:
-                token_loss = self._policy_loss(rows, logprobs, entropy, tally)
-            else:
-                token_loss = supervised_loss(logprobs, rows.loss_mask)
-            loss = (token_loss * weights[part].to(self.policy.device)).sum()
             loss.backward()
-            tally.total(loss=loss)
         loss_tokens = float(minibatch.loss_mask.sum())
         metrics = tally.reduce(loss_tokens) | {"loss_tokens": loss_tokens}
         return metrics | {"excluded_tokens": excluded + metrics.get("excluded_tokens", 0.0)}

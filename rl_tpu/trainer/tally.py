@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,19 @@ class Tally:
         """Tensors whose largest element is wanted."""
         for name, value in values.items():
             self._maxima[name].append(value.detach().amax())
+
+    def entries(self) -> dict[str, torch.Tensor]:
+        """All that was gathered, as scalars: `sum/NAME`, `total/NAME` and `maximum/NAME`."""
+        sums = {f"sum/{name}": torch.stack(values).sum() for name, values in self._sums.items()}
+        totals = {f"total/{name}": torch.stack(values).sum() for name, values in self._totals.items()}
+        return sums | totals | {f"maximum/{name}": torch.stack(each).amax() for name, each in self._maxima.items()}
+
+    def include(self, entries: Mapping[str, torch.Tensor]) -> None:
+        """What another tally's `entries` say."""
+        tables = {"sum": self._sums, "total": self._totals, "maximum": self._maxima}
+        for key, value in entries.items():
+            kind, name = key.split("/", 1)
+            tables[kind][name].append(value)
 
     def reduce(self, tokens: float) -> dict[str, float]:
         """Everything over all micro-batches and ranks, `tokens` being the loss tokens of them all: one collective for

@@ -14,7 +14,14 @@ from rl_tpu.config.schema.reward import RewardConfig
 from rl_tpu.config.schema.rollout import RolloutConfig
 from rl_tpu.config.schema.run import ModelConfig, RunConfig
 from rl_tpu.config.schema.tracking import TrackingConfig, WandbConfig
-from rl_tpu.config.schema.trainer import CheckpointConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from rl_tpu.config.schema.trainer import (
+    CheckpointConfig,
+    ExecutionConfig,
+    KernelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
 from rl_tpu.config.schema.weight_sync import WeightSyncConfig
 
 __all__ = [
@@ -26,7 +33,9 @@ __all__ = [
     "EnvironmentConfig",
     "EvalSetConfig",
     "EvaluationConfig",
+    "ExecutionConfig",
     "KLConfig",
+    "KernelConfig",
     "MixedSourceConfig",
     "ModelConfig",
     "OptimizerConfig",
