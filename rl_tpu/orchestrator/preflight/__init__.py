@@ -1,0 +1,1 @@
+"""Checks before the first run: do all programs compile, does everything fit, is the machine as the configuration says."""

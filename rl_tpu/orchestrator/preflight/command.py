@@ -1,0 +1,145 @@
+"""The command line of preflight: the configuration of a run, checked as far as one can without running it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from rl_tpu.config.compose import check_command_line, load_config, resource
+from rl_tpu.config.schema import RunConfig
+from rl_tpu.errors import UserError
+from rl_tpu.orchestrator.inputs import check_names
+from rl_tpu.orchestrator.interrupt import interrupt_by_sigterm
+from rl_tpu.orchestrator.job import exit_code
+from rl_tpu.orchestrator.preflight import report
+from rl_tpu.orchestrator.preflight.advice import advise
+from rl_tpu.orchestrator.preflight.chart import draw_memory
+from rl_tpu.orchestrator.preflight.environment import check_environment
+from rl_tpu.orchestrator.preflight.memory import Memory, assess
+from rl_tpu.orchestrator.preflight.model import find_model, measure
+from rl_tpu.orchestrator.preflight.report import Findings
+from rl_tpu.orchestrator.preflight.topology import generation_of, topology_of
+from rl_tpu.tpu.report import CompiledProgram
+from rl_tpu.tracking import RunDirectory
+from rl_tpu.tracking.json_files import to_json, write_atomically
+
+USAGE = """usage: python -m rl_tpu.preflight +experiment=NAME [KEY=VALUE ...]
+
+  +experiment=NAME      one of: {experiments}
+  KEY=VALUE             any setting of docs/configuration.md, as for rl_tpu.train
+  preflight.topology=T  slice to compile for, for example TPU7x:2x2x1, v6e:2x4, v5p:2x2x1
+  preflight.only=[...]  compile some of logprobs, reference, backward, update
+  run_dir=DIR           where preflight.json and memory.png go; default: runs/NAME/preflight-TIME
+  --config-dir DIR      also look for experiments and groups in DIR
+
+Compiles the run's programs, adds up the memory of every device, and checks the machine it is called on. No weights and no
+TPU are needed. Exit code 0: everything compiles, fits and is there; 1: something does not; 2: bad input.
+"""
+
+
+def preflight() -> None:
+    """Exit codes: 0 all is well, 1 something does not compile, fit or work, 2 bad input, 128 + signal when interrupted."""
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        names = sorted(file.stem for file in resource("configs/experiment").glob("*.yaml"))
+        print(USAGE.format(experiments=", ".join(names)), end="")
+        return
+    found: list[Findings] = []
+    code = exit_code(lambda: found.append(run_preflight(arguments)))
+    sys.exit(code or int(not found[0].fits))
+
+
+def run_preflight(arguments: Sequence[str]) -> Findings:
+    """Look, print, and write preflight.json and memory.png.
+
+    Raises UserError for bad input; nothing was compiled then.
+    """
+    started = time.monotonic()
+    load = Overrides(arguments)
+    config = load()
+    check_names(config)
+    topology = topology_of(config) if config.cluster.device == "tpu" or config.preflight.topology else None
+    model = find_model(config.model.path, config.model.make)
+    interrupt_by_sigterm()
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    directory = Path(config.run_dir or Path("runs") / config.name / f"preflight-{stamp}").expanduser().resolve()
+    console = report.make_console()
+    findings = Findings(config.name, config.model.path, model, measure(config, model.directory), topology)
+    console.print(f"preflight of [bold]{config.name}[/]", *report.model_lines(findings), sep="\n", soft_wrap=True)
+    RunDirectory(directory).create()
+    findings.checks = check_environment(config, findings.sizes, directory)
+    console.print(report.environment_table(findings.checks))
+    if topology:
+        _compile(findings, load, config, console)
+        console.print(report.program_table(findings.programs, topology), report.memory_table(findings.memory), sep="\n")
+        for line in report.rollout_lines(findings.memory):
+            console.print(line, soft_wrap=True)
+        draw_memory(findings.memory, directory / "memory.png", f"{config.name}, {topology}")
+    findings.seconds = time.monotonic() - started
+    write_atomically(directory / "preflight.json", to_json(findings.to_json(), indent=2) + "\n")
+    for line in report.verdict_lines(findings):
+        console.print(line, soft_wrap=True, markup=False)
+    console.print(f"written to {directory} in {findings.seconds:.0f} s", soft_wrap=True)
+    return findings
+
+
+class Overrides:
+    """The command line, checked as training checks it, to which further overrides can be added."""
+
+    def __init__(self, arguments: Sequence[str]):
+        check_command_line(arguments)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--config-dir", "-cd", action="append", default=[])
+        known, self._overrides = parser.parse_known_args(arguments)
+        self._directories = known.config_dir
+        if options := [argument for argument in self._overrides if argument.startswith("-")]:
+            raise UserError(f"command line: preflight takes one configuration and no {options[0]}")
+
+    def __call__(self, more: Sequence[str] = ()) -> RunConfig:
+        """The configuration with `more` overrides. Raises UserError where they contradict it."""
+        return load_config([*self._overrides, *more], self._directories)
+
+
+def needed_programs(config: RunConfig) -> tuple[str, ...]:
+    """Programs of a training step of this run."""
+    wanted = {
+        "logprobs": config.algorithm.old_logprobs == "recompute",
+        "reference": config.algorithm.kl.coefficient > 0,
+        "backward": True,
+        "update": True,
+    }
+    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+
+def _compile(findings: Findings, load: Overrides, config: RunConfig, console: Console) -> None:
+    """Compile, judge, and look for what helps where it does not fit."""
+    from rl_tpu.tpu.programs import compile_programs  # loads JAX
+
+    device_bytes = generation_of(config).hbm_bytes
+
+    def progress(text: str) -> None:
+        console.print(text, style="dim", soft_wrap=True, markup=False)
+
+    def compiled(chosen: RunConfig) -> list[CompiledProgram]:
+        return compile_programs(chosen, findings.model.directory, topology=findings.topology, progress=progress)
+
+    def with_trainer(more: Sequence[str]) -> Memory:
+        console.print(f"trying {' '.join(more)} ...", soft_wrap=True, markup=False)
+        chosen = load(more)
+        return assess(chosen, measure(chosen, findings.model.directory), compiled(chosen), device_bytes)
+
+    def with_rollout(more: Sequence[str]) -> Memory:
+        chosen = load(more)
+        return assess(chosen, measure(chosen, findings.model.directory), findings.programs, device_bytes)
+
+    findings.programs = compiled(config)
+    findings.memory = assess(config, findings.sizes, findings.programs, device_bytes)
+    findings.left_out = tuple(
+        name for name in needed_programs(config) if config.preflight.only and name not in config.preflight.only
+    )
+    findings.advice = advise(config, findings.memory, with_trainer, with_rollout)
