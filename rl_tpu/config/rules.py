@@ -6,9 +6,12 @@ import re
 from collections.abc import Iterator
 
 from rl_tpu.config.schema import PromptSourceConfig, RunConfig
+from rl_tpu.errors import UserError
 
 GREEDY_BELOW = 1e-6
 """SGLang takes a smaller temperature for 0."""
+TILE_MULTIPLE = 128
+"""Width of a TPU's vector registers."""
 
 
 def broken_rules(config: RunConfig) -> list[str]:
@@ -19,9 +22,11 @@ def broken_rules(config: RunConfig) -> list[str]:
         *_algorithm(config),
         *_lengths(config),
         *_sampling(config),
+        *_generation(config),
         *_chips(config),
         *_sources(config),
         *_sync(config),
+        *_kernels(config),
     ]
 
 
@@ -125,6 +130,28 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _generation(config: RunConfig) -> Iterator[str]:
+    cluster = config.cluster
+    if not cluster.generation:
+        return
+    from rl_tpu.devices.generations import get_generation  # costs a second, of those alone who name a generation
+
+    try:
+        known = get_generation(cluster.generation)
+    except UserError as error:
+        yield str(error)
+        return
+    # Larger machines than this one are not wired to others.
+    hosts = [chips for chips in known.chips_per_vm if cluster.hosts == 1 or chips == 4]
+    if cluster.chips_per_host not in hosts or cluster.devices_per_chip != known.devices_per_chip:
+        yield (
+            f"cluster.generation {cluster.generation}, chips_per_host {cluster.chips_per_host} and devices_per_chip"
+            f" {cluster.devices_per_chip} do not agree: {known.name} has {' or '.join(map(str, hosts))} chips in"
+            f" {'a host' if cluster.hosts == 1 else 'each of several hosts'} and {known.devices_per_chip} device(s) in a"
+            " chip"
+        )
+
+
 def _chips(config: RunConfig) -> Iterator[str]:
     cluster, rollout = config.cluster, config.rollout
     chips = cluster.hosts * cluster.chips_per_host
@@ -156,6 +183,28 @@ def _sync(config: RunConfig) -> Iterator[str]:
         yield (
             "weight_sync.transport=shared_memory reaches engines on the trainer's own host only, cluster.hosts is"
             f" {config.cluster.hosts}"
+        )
+
+
+def _kernels(config: RunConfig) -> Iterator[str]:
+    kernels = config.trainer.kernels
+    sizes = {name: getattr(kernels, name) for name in type(kernels).model_fields if "_block_" in name}
+    used = {"attention": kernels.attention == "splash", "experts": kernels.experts == "grouped"}
+    for name, size in sizes.items():
+        if used.get(name.split("_")[0]) and size % TILE_MULTIPLE:
+            yield f"trainer.kernels.{name} {size} is not a multiple of {TILE_MULTIPLE}, as a kernel's tiles must be"
+    if not used["attention"]:
+        return
+    if config.trainer.share_prompts:
+        yield (
+            "trainer.share_prompts true and trainer.kernels.attention splash exclude each other: the kernel knows no shared"
+            " prompts; use attention plain, or share_prompts false"
+        )
+    odd = [length for length in config.trainer.row_tokens if length % TILE_MULTIPLE]
+    if odd:
+        yield (
+            f"trainer.row_tokens {odd} are not multiples of {TILE_MULTIPLE}: rows are cut into tiles of so many tokens or a"
+            " multiple (trainer.kernels.attention_block_q, attention_block_kv) with trainer.kernels.attention splash"
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from rl_tpu.devices.division import Divided, Division, Environments, HostReservation, in_order
+
 
 @dataclass(frozen=True)
 class MemoryUse:
@@ -64,6 +66,28 @@ class Device(ABC):
             resources[self.chip_resource] = chips
         return resources
 
+    def divide(self, division: Division) -> Divided:
+        """Which chips train and which write answers. Pure; the same on every machine.
+
+        Raises:
+            UserError: the chips cannot be divided so.
+        """
+        return in_order(division)
+
+    def environments(self, division: Division, divided: Divided, addresses: Sequence[str]) -> Environments:
+        """What each process must know of its chips and its neighbours before it starts; `addresses` are the hosts'."""
+        ranks = sum(len(block.chips) for block in divided.trainer) * division.devices_per_chip
+        workers = division.chips_per_engine * division.devices_per_chip
+        return Environments(({},) * ranks, (({},) * workers,) * len(divided.engines))
+
+    def reserve_hosts(self, division: Division, cpus_per_chip: float, timeout_s: float) -> HostReservation | None:
+        """All hosts at once, where it matters how they are wired; else None.
+
+        Raises:
+            RunError: Ray did not reserve them.
+        """
+        return None
+
     def rank_environment(
         self,
         *,
@@ -78,10 +102,9 @@ class Device(ABC):
         devices_per_chip: int = 1,
         peers: Sequence[str] = (),
     ) -> dict[str, str]:
-        """Environment of one trainer rank, to be set before torch touches the device.
+        """Environment of one trainer rank, to be set before torch touches the device, on top of `environments`.
 
-        `chips` are the host's chips that the ranks of this host share (empty: all), `peers` one free `host:port` per
-        rank, the same list on every rank.
+        `chips` are the host's chips that the ranks of this host share (empty: all).
         """
         return {
             "RANK": str(rank),
@@ -97,8 +120,9 @@ class Device(ABC):
         """Environment of one engine process; `chips` are the host's chips it may use (empty: all)."""
         return thread_environment(threads)
 
-    def engine_options(self) -> dict[str, Any]:
-        """SGLang server arguments that depend on the device."""
+    def engine_options(self, *, context_tokens: int, max_requests: int) -> dict[str, Any]:
+        """SGLang server arguments that depend on the device, for an engine that serves `max_requests` samples of up to
+        `context_tokens` at the same time."""
         return {}
 
 

@@ -47,6 +47,6 @@ class CpuDevice(Device):
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, sorted(set(group)))) for group in groups),
         }
 
-    def engine_options(self) -> dict[str, Any]:
+    def engine_options(self, *, context_tokens: int, max_requests: int) -> dict[str, Any]:
         # The engine shares its memory with everything else on the machine, so it may not take most of it.
         return {"device": "cpu", "attention_backend": "torch_native", "mem_fraction_static": 0.1}

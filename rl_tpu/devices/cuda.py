@@ -38,7 +38,7 @@ class CudaDevice(Device):
     def engine_environment(self, threads: int, chips: Sequence[int] = ()) -> dict[str, str]:
         return {**super().engine_environment(threads, chips), **_visible(chips)}
 
-    def engine_options(self) -> dict[str, Any]:
+    def engine_options(self, *, context_tokens: int, max_requests: int) -> dict[str, Any]:
         return {"device": "cuda"}
 
 

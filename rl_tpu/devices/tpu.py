@@ -1,22 +1,27 @@
 """Cloud TPUs through torch_tpu: one process per device, two devices per chip on v7x.
 
-Names and values of the launch environment are those torch_tpu 0.2.0 reads; its own launcher sets them for a whole host,
-while here some chips of a host train and others generate.
+Which chips form a slice and what its processes are told is in `tpu_slices.py`, several hosts in `tpu_hosts.py`, the
+generations' figures in `generations.py`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from rl_tpu.devices import tpu_hosts, tpu_slices
 from rl_tpu.devices.base import Device, MemoryUse
-from rl_tpu.errors import UserError
+from rl_tpu.devices.division import Divided, Division, Environments, HostReservation
+from rl_tpu.devices.generations import get_generation
+from rl_tpu.errors import RunError
 
-# Chips of one host -> bounds of the torus they form, as torch_tpu tabulates them.
-_HOST_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+LARGEST_PREFILL = 4096
+"""Tokens of the largest prefill program; longer prompts are read in chunks of so many. sglang-jax's default."""
+SMALLEST_PREFILL = 128
 
 
 class TpuDevice(Device):
@@ -28,6 +33,12 @@ class TpuDevice(Device):
     chip_resource = "TPU"
 
     def torch_device(self, local_rank: int) -> torch.device:
+        # torch does not load it by itself (rl_tpu/__init__.py), and torch_tpu 0.2.0 has no public function that does.
+        from torch_tpu import _loader
+
+        _loader.load()
+        if not hasattr(torch, "tpu"):
+            raise RunError("torch_tpu found no TPU on this host (it looks for PCI devices of Google's in /dev/vfio)")
         return torch.device("tpu")
 
     def memory(self) -> MemoryUse:
@@ -46,43 +57,46 @@ class TpuDevice(Device):
             synchronize=torch.accelerator.synchronize,
         )
 
-    def rank_environment(
-        self,
-        *,
-        local_world_size: int,
-        chips: Sequence[int] = (),
-        devices_per_chip: int = 1,
-        peers: Sequence[str] = (),
-        **ranks: Any,
-    ) -> dict[str, str]:
-        environment = super().rank_environment(
-            local_world_size=local_world_size,
-            chips=chips,
-            devices_per_chip=devices_per_chip,
-            peers=peers,
-            **ranks,
-        )
-        environment["TORCH_TPU_DEVICES_PER_HOST"] = str(local_world_size)
-        environment["TORCH_TPU_SLICEBUILDER_ADDRESSES"] = ",".join(peers)
-        if local_world_size == ranks["world_size"]:
-            environment["TORCH_TPU_TOPOLOGY"] = _topology(local_world_size, devices_per_chip)
-        # Ranks on several hosts span a slice whose shape only the cluster knows: it sets TORCH_TPU_TOPOLOGY itself.
-        return environment | _visible(chips)
+    def ray_resources(self, chips: float, cpus_per_chip: float) -> dict[str, float]:
+        # Ray counts devices instead of chips where its nodes were started with this variable (v7x: 2).
+        per_chip = int(os.environ.get("RAY_TPU_RESOURCE_PER_CHIP", "1"))
+        return {"CPU": chips * cpus_per_chip, "TPU": chips * per_chip}
+
+    def divide(self, division: Division) -> Divided:
+        return tpu_slices.divide(division)
+
+    def environments(self, division: Division, divided: Divided, addresses: Sequence[str]) -> Environments:
+        return tpu_slices.environments(division, divided, addresses)
+
+    def reserve_hosts(self, division: Division, cpus_per_chip: float, timeout_s: float) -> HostReservation | None:
+        if division.hosts == 1:
+            return None
+        resources = self.ray_resources(division.chips_per_host, cpus_per_chip)
+        generation = get_generation(division.generation)
+        return tpu_hosts.reserve(generation, division.hosts, division.chips_per_host, resources, timeout_s)
 
     def engine_environment(self, threads: int, chips: Sequence[int] = ()) -> dict[str, str]:
-        return {**super().engine_environment(threads, chips), "SGLANG_PLATFORM": "tpu_oot", **_visible(chips)}
+        return {
+            **super().engine_environment(threads, chips),
+            "SGLANG_PLATFORM": "tpu_oot",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # nothing in SGLang loads torch_tpu by name
+        }
+
+    def engine_options(self, *, context_tokens: int, max_requests: int) -> dict[str, Any]:
+        # One compiled program for each: prefill by tokens of a batch, decoding by samples.
+        prefill = _powers_of_two(SMALLEST_PREFILL, min(LARGEST_PREFILL, context_tokens))
+        return {
+            "device": "tpu",
+            "chunked_prefill_size": prefill[-1],
+            "max_prefill_tokens": prefill[-1],
+            "cuda_graph_bs_prefill": prefill,
+            "cuda_graph_bs_decode": _powers_of_two(1, max_requests),
+        }
 
 
-def _visible(chips: Sequence[int]) -> dict[str, str]:
-    return {"TPU_VISIBLE_CHIPS": ",".join(map(str, chips))} if chips else {}
-
-
-def _topology(devices: int, devices_per_chip: int) -> str:
-    """`x,y,z` of the chips that hold so many devices, and a fourth number where a chip has several devices."""
-    chips, rest = divmod(devices, devices_per_chip)
-    if rest or chips not in _HOST_BOUNDS:
-        raise UserError(
-            f"cluster: {devices} trainer devices with {devices_per_chip} per chip are not 1, 2, 4 or 8 whole chips of "
-            "a host; choose another cluster.trainer_chips"
-        )
-    return _HOST_BOUNDS[chips] + (f",{devices_per_chip}" if devices_per_chip > 1 else "")
+def _powers_of_two(first: int, last: int) -> list[int]:
+    """From `first` to the first one that is not less than `last`."""
+    powers = [first]
+    while powers[-1] < last:
+        powers.append(2 * powers[-1])
+    return powers

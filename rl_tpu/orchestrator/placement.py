@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +15,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_tpu.config.schema import ClusterConfig, RunConfig
 from rl_tpu.devices import get_device
+from rl_tpu.devices.division import Divided, Division, Environments, HostReservation
 from rl_tpu.errors import RunError, UserError
+from rl_tpu.rollout.worker_environment import WORKER_ENVIRONMENTS
+
+ROLES = ("trainer", "rollout")
 
 
 @dataclass(frozen=True)
@@ -29,30 +35,45 @@ class Slot:
     """Devices torch sees in those chips: the number of trainer ranks, or the engine's tensor-parallel size."""
 
 
-def plan(config: RunConfig) -> list[Slot]:
-    """Chips in order: the trainer takes the first ones, the engines what follows. Pure; the same on every machine.
+def divide(config: RunConfig, roles: Sequence[str] = ROLES) -> tuple[Division, Divided]:
+    """How the cluster's chips are divided. Without the trainer engines are on their own.
 
     Raises:
-        UserError: an engine would span two hosts.
+        UserError: they cannot be divided so.
     """
     cluster, rollout = config.cluster, config.rollout
-    slots = []
-    for host in range(cluster.hosts):
-        first = host * cluster.chips_per_host
-        mine = [chip - first for chip in range(cluster.trainer_chips) if first <= chip < first + cluster.chips_per_host]
-        if mine:
-            slots.append(Slot("trainer", host, tuple(mine), len(mine) * cluster.devices_per_chip))
-    each = rollout.tensor_parallel // cluster.devices_per_chip
-    for engine in range(rollout.engines):
-        first = cluster.trainer_chips + engine * each
-        host, start = divmod(first, cluster.chips_per_host)
-        if start + each > cluster.chips_per_host:
-            raise UserError(
-                f"engine {engine} needs chips {first}-{first + each - 1} of two hosts ({cluster.chips_per_host} chips each):"
-                " change cluster.trainer_chips or rollout.tensor_parallel so that an engine stays on one host"
-            )
-        slots.append(Slot("rollout", host, tuple(range(start, start + each)), rollout.tensor_parallel))
-    return slots
+    division = Division(
+        hosts=cluster.hosts,
+        chips_per_host=cluster.chips_per_host,
+        devices_per_chip=cluster.devices_per_chip,
+        trainer_chips=cluster.trainer_chips,
+        engines=rollout.engines,
+        chips_per_engine=rollout.tensor_parallel // cluster.devices_per_chip,
+        generation=cluster.generation,
+        joined=config.weight_sync.transport == "ici" and "trainer" in roles,
+    )
+    return division, get_device(cluster.device).divide(division)
+
+
+def plan(config: RunConfig, roles: Sequence[str] = ROLES) -> list[Slot]:
+    """What each bundle of chips is for, the trainer's first. Pure; the same on every machine.
+
+    Raises:
+        UserError: the chips cannot be divided so.
+    """
+    division, divided = divide(config, roles)
+    blocks = {"trainer": divided.trainer, "rollout": divided.engines}
+    return [
+        Slot(role, block.host, block.chips, len(block.chips) * division.devices_per_chip)
+        for role in ROLES
+        if role in roles
+        for block in blocks[role]
+    ]
+
+
+def environments(config: RunConfig, addresses: Sequence[str], roles: Sequence[str] = ROLES) -> Environments:
+    """What each process must know of its chips before it starts; `addresses` are the hosts', in order."""
+    return get_device(config.cluster.device).environments(*divide(config, roles), addresses)
 
 
 def bundle(slot: Slot, cluster: ClusterConfig) -> dict[str, float]:
@@ -85,10 +106,12 @@ def _require(resource: str, wanted: float, there: float, cluster: ClusterConfig)
 class Placement:
     """A running (or joined) Ray with the reserved chips. Use as a context manager; leaving it gives everything back."""
 
-    def __init__(self, config: RunConfig, roles: tuple[str, ...] = ("trainer", "rollout")):
+    def __init__(self, config: RunConfig, roles: tuple[str, ...] = ROLES):
         self.config = config
-        self.slots = [slot for slot in plan(config) if slot.role in roles]
+        self.slots = plan(config, roles)
+        self._roles = roles
         self._group: PlacementGroup | None = None
+        self._hosts: HostReservation | None = None
         self._started_ray = False
 
     def __enter__(self) -> Placement:
@@ -106,34 +129,52 @@ class Placement:
     def close(self) -> None:
         """Give the chips back and leave Ray; a Ray that was started here ends."""
         if self._group is not None and ray.is_initialized():
-            remove_placement_group(self._group)
-            self._group = None
+            if self._hosts is not None:
+                self._hosts.close()
+            else:
+                remove_placement_group(self._group)
+            self._group = self._hosts = None
         if self._started_ray:
             ray.shutdown()
             self._started_ray = False
 
     def trainer_options(self) -> list[dict[str, Any]]:
         """Ray actor options of every trainer rank, in rank order."""
-        return [
-            self._options(index, slot.devices)
+        slots = [
+            (index, slot)
             for index, slot in enumerate(self.slots)
             if slot.role == "trainer"
             for _ in range(slot.devices)
         ]
+        mine = self._environments().trainer
+        return [
+            self._options(index, slot.devices) | _runtime(environment)
+            for (index, slot), environment in zip(slots, mine, strict=True)
+        ]
 
     def engine_options(self) -> list[dict[str, Any]]:
         """Ray actor options of every engine."""
-        return [self._options(index, 1) for index, slot in enumerate(self.slots) if slot.role == "rollout"]
+        slots = [index for index, slot in enumerate(self.slots) if slot.role == "rollout"]
+        return [
+            self._options(index, 1) | _runtime({WORKER_ENVIRONMENTS: json.dumps(workers)} if any(workers) else {})
+            for index, workers in zip(slots, self._environments().engines, strict=True)
+        ]
 
     def engine_chips(self) -> list[tuple[int, ...]]:
         """Chip numbers of every engine on its host."""
         return [slot.chips for slot in self.slots if slot.role == "rollout"]
 
+    def _environments(self) -> Environments:
+        addresses = self._hosts.addresses if self._hosts is not None else ["localhost"] * self.config.cluster.hosts
+        return environments(self.config, addresses, self._roles)
+
     def _options(self, index: int, sharers: int) -> dict[str, Any]:
         assert self._group is not None
-        reserved = dict(self._group.bundle_specs[index])
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        cpus = reserved.pop("CPU", 0.0) / sharers
+        slot = self.slots[index]
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=self._hosts.bundles[slot.host] if self._hosts else index
+        )
+        cpus = bundle(slot, self.config.cluster).get("CPU", 0.0) / sharers
         # Accelerators are reserved by the bundle and made visible by devices/: ranks of a bundle share its chips.
         return {"num_cpus": round(cpus, 4), "scheduling_strategy": strategy}
 
@@ -162,6 +203,11 @@ class Placement:
             each = [node.get(resource, 0.0) for node in nodes]
             there = max(each, default=0.0) if cluster.hosts == 1 else sum(each)
             _require(resource, wanted, there, cluster)
+        division, _ = divide(self.config, self._roles)
+        self._hosts = get_device(cluster.device).reserve_hosts(division, cluster.cpus_per_chip, cluster.start_timeout_s)
+        if self._hosts is not None:
+            self._group = self._hosts.group
+            return
         self._group = placement_group(bundles, strategy="STRICT_PACK" if cluster.hosts == 1 else "PACK")
         if not self._group.wait(cluster.start_timeout_s):
             free = ray.available_resources()
@@ -170,6 +216,11 @@ class Placement:
                 f" { ({name: free.get(name, 0.0) for name in sorted({n for b in bundles for n in b})}) }: another job"
                 " holds the rest"
             )
+
+
+def _runtime(environment: dict[str, str]) -> dict[str, Any]:
+    """Ray's option that starts a process with these variables. Without any it takes one that is there already."""
+    return {"runtime_env": {"env_vars": environment}} if environment else {}
 
 
 def _check_reachable(address: str | None, timeout_s: float = 10.0) -> None:

@@ -54,7 +54,7 @@ def server_options(config: RunConfig, model_dir: Path, index: int) -> dict[str, 
         "sampling_defaults": "openai",
         "log_level": "warning",
         **(sglang_cpu.SERVER_OPTIONS if platform == sglang_cpu.PLATFORM else {}),
-        **device.engine_options(),
+        **device.engine_options(context_tokens=rollout.context_tokens, max_requests=rollout.max_running_requests),
         **rollout.server_options,
     }
 

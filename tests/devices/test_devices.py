@@ -30,37 +30,20 @@ def test_every_rank_learns_who_it_is(name):
     assert all(isinstance(value, str) for value in environment.values())
 
 
-@pytest.mark.parametrize(
-    ("devices", "devices_per_chip", "topology"),
-    # torch_tpu 0.2.0's own tables: four numbers on v7x, three elsewhere.
-    [(2, 2, "1,1,1,2"), (4, 2, "1,2,1,2"), (8, 2, "2,2,1,2"), (1, 1, "1,1,1"), (4, 1, "2,2,1"), (8, 1, "2,4,1")],
-)
-def test_tpu_topology_is_the_one_torch_tpu_tabulates(devices, devices_per_chip, topology):
-    peers = [f"localhost:{8471 + i}" for i in range(devices)]
-    environment = get_device("tpu").rank_environment(
-        **RANKS | {"rank": 0, "local_rank": 0, "world_size": devices, "local_world_size": devices},
-        chips=[2, 3],
-        devices_per_chip=devices_per_chip,
-        peers=peers,
-    )
-    assert environment["TORCH_TPU_TOPOLOGY"] == topology
-    assert environment["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",") == peers
-    assert environment["TPU_VISIBLE_CHIPS"] == "2,3"
-
-
 def test_ranks_see_the_chips_that_train():
     assert get_device("cuda").rank_environment(**RANKS, chips=[0, 1])["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert "CUDA_VISIBLE_DEVICES" not in get_device("cuda").rank_environment(**RANKS)
 
 
-def test_tpu_ranks_that_fill_no_whole_chips_are_refused():
-    with pytest.raises(UserError, match="3 trainer devices with 2 per chip"):
-        get_device("tpu").rank_environment(**RANKS | {"world_size": 3, "local_world_size": 3}, devices_per_chip=2)
-
-
 def test_resources_name_the_chip_only_where_there_is_one():
     assert get_device("cpu").ray_resources(2, 0.5) == {"CPU": 1.0}
+    assert get_device("cuda").ray_resources(2, 4) == {"CPU": 8, "GPU": 2}
+
+
+def test_ray_may_count_the_devices_of_a_tpu_instead_of_its_chips(monkeypatch):
     assert get_device("tpu").ray_resources(2, 4) == {"CPU": 8, "TPU": 2}
+    monkeypatch.setenv("RAY_TPU_RESOURCE_PER_CHIP", "2")
+    assert get_device("tpu").ray_resources(2, 4) == {"CPU": 8, "TPU": 4}
 
 
 def test_an_engine_gets_one_group_of_cores_per_share():
