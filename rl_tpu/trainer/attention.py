@@ -1,7 +1,9 @@
 """Attention inside the segments of packed rows, as a torchtitan module, and what tells it where they are.
 
-torchtitan 0.3.0 ships FlexAttention (no backward on a CPU) and variable-length attention (no CPU kernel). There are two
-here that compute the same: one by segments, for devices whose programs may depend on the data, and one under a mask.
+torchtitan 0.3.0 ships FlexAttention (no backward on a CPU) and variable-length attention (no CPU kernel). There are three
+here that compute the same: one by segments, for devices whose programs may depend on the data; and for programs that do
+not, one under a mask, which holds a number for every pair of a row's tokens, and one that a TPU has a kernel for, without
+shared prefixes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torchtitan.protocols.module import Module
 
+from rl_tpu.trainer.kernels.splash_attention import splash_attention
 from rl_tpu.trainer.segment_attention import segment_attention
 
 
@@ -21,10 +24,13 @@ class SegmentAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        pass
+        block_q: int = 1024
+        block_kv: int = 512
+        """Tile sizes of rl_tpu::splash_attention."""
 
     def __init__(self, config: Config):
         super().__init__()
+        self.blocks = config.block_q, config.block_kv
 
     def forward(
         self,
@@ -38,15 +44,19 @@ class SegmentAttention(Module):
     ) -> torch.Tensor:
         """q [R, L, heads, d], k and v [R, L, kv heads, d] -> [R, L, heads, d].
 
-        attention_masks is what `segment_table` makes, for one row without padding (what follows the last segment gets
-        zeros), or the bool that `segment_mask` makes (what comes out for padding is finite and means nothing).
+        attention_masks says which of the three it is: what `segment_table` makes, for one row without padding (what
+        follows the last segment gets zeros); the bool that `segment_mask` makes; or [R, L] int32 segment ids, for
+        rl_tpu::splash_attention. With the latter two what comes out for padding is finite and means nothing.
         """
+        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        if attention_masks.dtype == torch.int32:
+            return splash_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, *self.blocks)[0]
         if attention_masks.dtype == torch.bool:
             q, k, v = (tensor.transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
             out = scaled_dot_product_attention(q, k, v, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
             return out.transpose(1, 2)
         q, k, v = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
-        out, _ = segment_attention(q, k, v, attention_masks, q.shape[-1] ** -0.5 if scale is None else scale)
+        out, _ = segment_attention(q, k, v, attention_masks, scale)
         return out.view_as(q_BLNH)
 
 

@@ -16,17 +16,25 @@ class ModelInputs:
     """
     tokens, positions  [R', L']
     attention          what SegmentAttention takes
-    places             [N]  positions of the model's rows, counted through them, whose predictions are wanted
+    places             [N]  positions of the model's rows, counted through them, whose predictions are wanted; None: all
     labels             [N]  what they predict
-    targets            [N]  where the predictions belong, counted through the packed rows
+    targets            [N]  where the predictions belong, counted through the packed rows; None: in their order
+    size               positions of the packed rows
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: torch.Tensor
-    places: torch.Tensor
+    places: torch.Tensor | None
     labels: torch.Tensor
-    targets: torch.Tensor
+    targets: torch.Tensor | None
+    size: int
+
+    def spread(self, predictions: torch.Tensor) -> torch.Tensor:
+        """[N] -> [size], 0 where nothing was predicted."""
+        if self.targets is None:
+            return predictions
+        return predictions.new_zeros(self.size).index_copy(0, self.targets, predictions)
 
 
 def without_padding(rows: PackedBatch, wanted: torch.Tensor, multiple: int) -> ModelInputs:
@@ -42,17 +50,21 @@ def without_padding(rows: PackedBatch, wanted: torch.Tensor, multiple: int) -> M
         places=torch.searchsorted(real, targets),
         labels=rows.labels.flatten()[targets],
         targets=targets,
+        size=wanted.numel(),
     )
 
 
-def all_positions(rows: PackedBatch, wanted: torch.Tensor) -> ModelInputs:
-    """The rows as they are and every prediction, those that are not wanted without a label. Its shapes are the rows'."""
-    everywhere = torch.arange(wanted.numel(), device=wanted.device)
+def all_positions(rows: PackedBatch, wanted: torch.Tensor, splash: bool) -> ModelInputs:
+    """The rows as they are and every prediction, those that are not wanted without a label. Its shapes are the rows'.
+    With `splash`, attention is splash attention, which knows no prefixes."""
+    # The type of segment ids is what SegmentAttention knows them by.
+    attention = rows.segment_ids.int() if splash else segment_mask(rows.segment_ids, rows.prefix_ids)
     return ModelInputs(
         tokens=rows.input_ids,
         positions=rows.positions,
-        attention=segment_mask(rows.segment_ids, rows.prefix_ids),
-        places=everywhere,
+        attention=attention,
+        places=None,
         labels=torch.where(wanted, rows.labels, -1).flatten(),
-        targets=everywhere,
+        targets=None,
+        size=wanted.numel(),
     )

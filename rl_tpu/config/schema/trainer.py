@@ -92,19 +92,19 @@ class KernelConfig(Section):
     """Output layer, softmax and entropy by chunks of tokens, or in one kernel whose logits never leave the chip's cores."""
     experts: Literal["plain", "grouped"] = "plain"
     """The experts' products by torch's grouped matrix product, or by a kernel."""
-    attention_block_q: Positive = 512
-    """splash: queries per tile."""
+    attention_block_q: Positive = 1024
+    """splash: queries per tile, at most: the greatest multiple of 128 that divides the row's tokens and is no more."""
     attention_block_kv: Positive = 512
-    """splash: keys per tile."""
+    """splash: keys per tile, likewise."""
     head_block_tokens: Positive = 512
     """fused: tokens per tile."""
     head_block_vocabulary: Positive = 512
     """fused: vocabulary entries per tile."""
     experts_block_rows: Positive = 512
     """grouped: rows per tile."""
-    experts_block_inner: Positive = 512
+    experts_block_inner: Positive = 1024
     """grouped: the summed dimension per tile."""
-    experts_block_columns: Positive = 512
+    experts_block_columns: Positive = 1024
     """grouped: columns per tile."""
 
 

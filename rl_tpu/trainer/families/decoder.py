@@ -16,6 +16,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
+from rl_tpu.config.schema import KernelConfig
 from rl_tpu.trainer.attention import SegmentAttention
 from rl_tpu.trainer.families.config_json import ConfigJson
 from rl_tpu.trainer.head import LogprobHead
@@ -24,7 +25,7 @@ READ = {"weight": skip_param_init}
 """Initialisation of a weight that will be read from a file."""
 
 
-def attention_block(config: ConfigJson, rope: RoPE.Config, qk_norm: bool) -> dict[str, Any]:
+def attention_block(config: ConfigJson, rope: RoPE.Config, kernels: KernelConfig, qk_norm: bool) -> dict[str, Any]:
     """The parts of a transformer block before its feed-forward part: attention and both norms."""
     dim, heads = config.count("hidden_size"), config.count("num_attention_heads")
     kv_heads = config.count("num_key_value_heads")
@@ -39,7 +40,7 @@ def attention_block(config: ConfigJson, rope: RoPE.Config, qk_norm: bool) -> dic
         head_dim=rope.dim,
         wqkv_param_init=READ,
         wo_param_init=READ,
-        inner_attention=SegmentAttention.Config(),
+        inner_attention=SegmentAttention.Config(block_q=kernels.attention_block_q, block_kv=kernels.attention_block_kv),
         rope=rope,
         fuse_qkv=False,  # state_dict() of the fused form gathers every layer's projections on every rank
         qk_norm=norm(config, rope.dim) if qk_norm else None,

@@ -16,6 +16,7 @@ from torchtitan.models.llama3 import Llama3Model, parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
+from rl_tpu.config.schema import KernelConfig
 from rl_tpu.trainer.families.config_json import ConfigJson
 from rl_tpu.trainer.families.decoder import attention_block, decoder_spec, feed_forward
 
@@ -52,12 +53,14 @@ class Llama3RoPE(CosSinRoPE):
         return torch.cat([angle.cos(), angle.sin()], -1)
 
 
-def model_spec(config: ConfigJson, max_tokens: int) -> ModelSpec:
+def model_spec(config: ConfigJson, max_tokens: int, kernels: KernelConfig) -> ModelSpec:
     config.only(COMPUTED)
     config.full_attention()
     rope = _rope(config, max_tokens)
     layers = [
-        Llama3TransformerBlock.Config(**attention_block(config, rope, qk_norm=False), feed_forward=feed_forward(config))
+        Llama3TransformerBlock.Config(
+            **attention_block(config, rope, kernels, qk_norm=False), feed_forward=feed_forward(config)
+        )
         for _ in range(config.count("num_hidden_layers"))
     ]
     return decoder_spec("llama3", config, Llama3Model.Config, layers, parallelize_llama)

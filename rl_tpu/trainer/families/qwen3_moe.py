@@ -8,6 +8,7 @@ an auxiliary loss.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,12 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
+from rl_tpu.config.schema import KernelConfig
 from rl_tpu.errors import UserError
 from rl_tpu.trainer.families.config_json import ConfigJson
 from rl_tpu.trainer.families.decoder import READ, attention_block, decoder_spec, feed_forward
 from rl_tpu.trainer.families.qwen3 import COMPUTED, default_rope
+from rl_tpu.trainer.kernels.grouped_matmul import grouped_matmul
 
 WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
 
@@ -54,15 +57,26 @@ class Experts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        pass
+        blocks: tuple[int, int, int] | None = None
+        """Tile sizes of rl_tpu::grouped_matmul, which computes the products; None: torch's grouped product does."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.blocks = config.blocks
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """[R, D], sorted by expert, with so many tokens for each -> [R, D]."""
-        gate, down, up = (_local(getattr(self, name)).transpose(-2, -1) for name in WEIGHTS)
-        ends = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        gate, down, up = (_local(getattr(self, name)) for name in WEIGHTS)
+        product = self._product(num_tokens_per_expert_E)
         x = x_RD.to(gate.dtype)
-        hidden = silu(self._grouped_mm(A=x, B_t=gate, offs=ends)) * self._grouped_mm(A=x, B_t=up, offs=ends)
-        return self._grouped_mm(A=hidden, B_t=down, offs=ends).type_as(x_RD)
+        return product(silu(product(x, gate)) * product(x, up), down).type_as(x_RD)
+
+    def _product(self, counts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What multiplies rows, so many for each expert, by the transposes of the experts' matrices."""
+        if self.blocks:
+            return lambda rows, matrices: grouped_matmul(rows, matrices, counts, *self.blocks)
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        return lambda rows, matrices: self._grouped_mm(A=rows, B_t=matrices.transpose(-2, -1), offs=ends)
 
 
 class Qwen3MoeModel(Qwen3Model):
@@ -96,15 +110,15 @@ class Qwen3MoeAdapter(Qwen3StateDictAdapter):
         return first, first + size
 
 
-def model_spec(config: ConfigJson, max_tokens: int) -> ModelSpec:
+def model_spec(config: ConfigJson, max_tokens: int, kernels: KernelConfig) -> ModelSpec:
     config.only(COMPUTED)
     config.full_attention()
     layers_of_experts = _layers_of_experts(config)
     rope = _rope(config, max_tokens)
     layers = [
         Qwen3TransformerBlock.Config(
-            **attention_block(config, rope, qk_norm=True),
-            **({"moe": _experts(config)} if has_experts else {"feed_forward": feed_forward(config)}),
+            **attention_block(config, rope, kernels, qk_norm=True),
+            **({"moe": _experts(config, kernels)} if has_experts else {"feed_forward": feed_forward(config)}),
         )
         for has_experts in layers_of_experts
     ]
@@ -117,7 +131,7 @@ def _layers_of_experts(config: ConfigJson) -> list[bool]:
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(config.count("num_hidden_layers"))]
 
 
-def _experts(config: ConfigJson) -> MoE.Config:
+def _experts(config: ConfigJson, kernels: KernelConfig) -> MoE.Config:
     dim, chosen = config.count("hidden_size"), config.count("num_experts_per_tok")
     experts = config.count("num_experts" if "num_experts" in config.settings else "num_local_experts")
     if chosen > experts:
@@ -144,6 +158,9 @@ def _experts(config: ConfigJson) -> MoE.Config:
         hidden_dim=config.count("moe_intermediate_size"),
         num_experts=experts,
         param_init=dict.fromkeys(WEIGHTS, skip_param_init),
+        blocks=(kernels.experts_block_rows, kernels.experts_block_inner, kernels.experts_block_columns)
+        if kernels.experts == "grouped"
+        else None,
     )
     return make_moe_config(num_experts=experts, router=router, routed_experts=routed, load_balance_coeff=None)
 
