@@ -37,9 +37,12 @@ class TpuDevice(Device):
         from torch_tpu import _loader
 
         _loader.load()
-        if not hasattr(torch, "tpu"):
-            raise RunError("torch_tpu found no TPU on this host (it looks for PCI devices of Google's in /dev/vfio)")
-        return torch.device("tpu")
+        try:
+            return torch.device("tpu")
+        except RuntimeError:
+            raise RunError(
+                "torch_tpu found no TPU on this host (it looks for Google's PCI devices with an entry in /dev/vfio)"
+            ) from None
 
     def memory(self) -> MemoryUse:
         return MemoryUse(None, None, None)  # torch_tpu 0.2.0 has no memory statistics

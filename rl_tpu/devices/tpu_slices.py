@@ -62,12 +62,13 @@ def _check(division: Division, generation: Generation) -> None:
     host = [size for size in sizes if size <= each]
     all_chips = division.hosts * each
     if division.hosts > 1 and all_chips not in sizes:
-        raise UserError(f"cluster.hosts {division.hosts} x chips_per_host {each}: {_no_slice(all_chips, generation)}")
+        wrong = _no_slice(all_chips, generation, 2 * all_chips)
+        raise UserError(f"cluster.hosts {division.hosts} x chips_per_host {each}: {wrong}")
     trainer = division.trainer_chips
     if trainer not in sizes or (trainer > each and trainer % each):
         raise UserError(
-            f"cluster.trainer_chips {trainer}: {_no_slice(trainer, generation)}; {division.hosts} host(s) x"
-            f" {each} chips can be split as {_possible(division, generation)}"
+            f"cluster.trainer_chips {trainer}: {_no_slice(trainer, generation, all_chips)};"
+            f" {division.hosts} host(s) x {each} chips can be split as {_possible(division, generation)}"
         )
     if division.chips_per_engine not in host:
         raise UserError(
@@ -85,8 +86,9 @@ def _check(division: Division, generation: Generation) -> None:
         )
 
 
-def _no_slice(chips: int, generation: Generation) -> str:
-    return f"{chips} chips of {generation.name} form no slice, {_either(generation.slice_sizes[:5])} do"
+def _no_slice(chips: int, generation: Generation, limit: int) -> str:
+    sizes = [size for size in generation.slice_sizes if size <= limit]
+    return f"{chips} chips of {generation.name} form no slice, {_either(sizes)} do"
 
 
 def _up_to(chips: int, division: Division, sizes: Sequence[int]) -> list[int]:

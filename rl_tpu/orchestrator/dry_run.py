@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.table import Table
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.data import describe_source, files_exist
 from rl_tpu.orchestrator.inputs import missing_files, read_inputs
-from rl_tpu.orchestrator.placement import plan
+from rl_tpu.orchestrator.placement import environments, plan
 
 
 def describe(config: RunConfig, run_dir: Path) -> None:
@@ -22,6 +23,8 @@ def describe(config: RunConfig, run_dir: Path) -> None:
     console = Console(highlight=False, width=160)
     console.print(f"dry run of [bold]{config.name}[/bold]; run directory {run_dir}", soft_wrap=True)
     console.print(_placement(config))
+    for line in _environments(config):
+        console.print(line, soft_wrap=True, markup=False)
     console.print(_arithmetic(config))
     console.print(_files(config))
     missing = missing_files(config)
@@ -46,6 +49,26 @@ def _placement(config: RunConfig) -> Table:
             what, engine = f"engine {engine}, tensor parallel {slot.devices}", engine + 1
         table.add_row(slot.role, str(slot.host), ", ".join(map(str, slot.chips)), str(slot.devices), what)
     return table
+
+
+def _environments(config: RunConfig) -> Iterator[str]:
+    """What the processes of each part are told of their chips: once what they share, then what each has of its own."""
+    hosts = config.cluster.hosts
+    parts = environments(config, ["localhost"] if hosts == 1 else [f"HOST{host}" for host in range(hosts)])
+    yield from _part("trainer rank", parts.trainer)
+    for engine, workers in enumerate(parts.engines):
+        yield from _part(f"engine {engine} worker", workers)
+
+
+def _part(name: str, processes: Sequence[dict[str, str]]) -> Iterator[str]:
+    if not any(processes):
+        return
+    same = {key for key in processes[0] if len({process[key] for process in processes}) == 1}
+    shared = " ".join(f"{key}={processes[0][key]}" for key in processes[0] if key in same)
+    yield f"{name}s 0-{len(processes) - 1}: {shared}"
+    for number, process in enumerate(processes):
+        own = " ".join(f"{key}={value}" for key, value in process.items() if key not in same)
+        yield f"  {name} {number}: {own}"
 
 
 def _arithmetic(config: RunConfig) -> Table:
