@@ -36,10 +36,11 @@ def build_policy(
     that is `frozen` has no gradients, keeps its parameters in `param_dtype`, and in host memory if `offload_reference`
     says so. `mesh` is one of all ranks that `build_mesh` made; default: a new one.
 
-    Raises UserError for a directory without a readable config.json, an architecture without a family, or one whose heads
-    do not divide among the ranks.
+    Raises UserError for a directory without a readable config.json, an architecture without a family, one whose heads do
+    not divide among the ranks, or a fused head whose vocabulary would.
     """
     spec = model_spec(read_config(model_dir), max(config.row_tokens), config.kernels)
+    spec.model.lm_head.tiles = head_tiles(config)
     mesh = mesh or build_mesh(config.parallel)
     if mesh.tp_enabled:
         check_heads(spec.model, mesh.tp, model_dir)
@@ -74,6 +75,19 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         raise UserError(f"model.path: cannot read {path} ({error.strerror})") from error
     except json.JSONDecodeError as error:
         raise UserError(f"model.path: {path} is not JSON ({error})") from error
+
+
+def head_tiles(config: TrainerConfig) -> tuple[int, int] | None:
+    """Tokens and vocabulary entries per tile of the fused output layer; None for the plain one."""
+    kernels, tensor = config.kernels, config.parallel.tensor
+    if kernels.head == "plain":
+        return None
+    if tensor > 1:
+        raise UserError(
+            f"trainer.kernels.head: fused needs the whole vocabulary on every rank, and trainer.parallel.tensor {tensor}"
+            " divides it; use head plain, or tensor 1"
+        )
+    return kernels.head_block_tokens, kernels.head_block_vocabulary
 
 
 def check_heads(model: Decoder.Config, tensor: int, model_dir: Path) -> None:
