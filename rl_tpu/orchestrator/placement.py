@@ -36,7 +36,7 @@ class Slot:
 
 
 def divide(config: RunConfig, roles: Sequence[str] = ROLES) -> tuple[Division, Divided]:
-    """How the cluster's chips are divided. Without the trainer engines are on their own.
+    """How the cluster's chips are divided. Where only one of the roles starts, it does not wait for the other.
 
     Raises:
         UserError: they cannot be divided so.
@@ -50,7 +50,7 @@ def divide(config: RunConfig, roles: Sequence[str] = ROLES) -> tuple[Division, D
         engines=rollout.engines,
         chips_per_engine=rollout.tensor_parallel // cluster.devices_per_chip,
         generation=cluster.generation,
-        joined=config.weight_sync.transport == "ici" and "trainer" in roles,
+        joined=config.weight_sync.transport == "ici" and set(roles) == set(ROLES),
     )
     return division, get_device(cluster.device).divide(division)
 

@@ -12,7 +12,7 @@ from rl_tpu.config.compose import load_config
 from rl_tpu.devices.tpu_hosts import in_slice_order
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.dry_run import describe
-from rl_tpu.orchestrator.placement import Placement, Slot, plan
+from rl_tpu.orchestrator.placement import Placement, Slot, environments, plan
 
 TWO_HOSTS = ["+experiment=qwen3_4b_dapo", "cluster=v7x_two_hosts", "weight_sync.transport=disk", "rollout.engines=4"]
 
@@ -69,6 +69,15 @@ def test_hosts_are_taken_in_the_order_of_their_slice():
         name: {"Labels": {"ray.io/tpu-worker-id": worker}} for name, worker in [("a", "10"), ("b", "2"), ("c", "0")]
     }
     assert in_slice_order({0: "a", 1: "b", 2: "c"}, nodes) == (2, 1, 0)
+
+
+def test_only_where_both_start_do_they_form_one_slice_for_ici():
+    config = load_config(["+experiment=qwen3_4b_dapo", "weight_sync.transport=ici"])
+    sizes = {
+        roles: environments(config, ["localhost"], roles).trainer[0]["WORLD_SIZE"]
+        for roles in (("trainer", "rollout"), ("trainer",))
+    }
+    assert sizes == {("trainer", "rollout"): "8", ("trainer",): "4"}
 
 
 def test_a_dry_run_prints_what_every_process_is_told(capsys, tmp_path):
