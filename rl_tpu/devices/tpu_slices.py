@@ -45,7 +45,7 @@ def divide(division: Division) -> Divided:
     free = [
         Block(host, tuple(range(start, start + size)))
         for host in range(division.hosts)
-        for start in range(0, each, size)  # other neighbours are no torus
+        for start in range(0, each, size)  # from elsewhere they are not all neighbours
         if not any((host, chip) in taken for chip in range(start, start + size))
     ]
     if len(free) < division.engines:
