@@ -17,6 +17,7 @@ import ray
 
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.orchestrator.preflight.host import HostFacts, host_facts
+from rl_tpu.registry import one_line
 from rl_tpu.trainer.group import rank_environments
 from rl_tpu.trainer.rank import Place, TrainerRank
 
@@ -96,11 +97,13 @@ def start_ranks(config: RunConfig, options: Sequence[dict[str, Any]], log_direct
     remote, timeout_s = ray.remote(ProbeRank), config.preflight.collective_timeout_s
     logs = [log_directory / f"preflight-rank-{rank}.log" for rank in range(len(options))]
     actors = [remote.options(**each).remote(str(log)) for each, log in zip(options, logs, strict=True)]
+    names = [f"trainer rank {rank}" for rank in range(len(actors))]
     try:
-        places, facts = _all(actors, "place", timeout_s), _all(actors, "facts", timeout_s)
-    except Missing:
+        places, facts = (_all(actors, method, timeout_s, names) for method in ("place", "facts"))
+    except Missing as missing:
         end_ranks(actors)
-        raise
+        alive = sorted({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]})
+        raise Missing(f"{missing}; Ray's hosts are {', '.join(alive)}") from None
     return Ranks(actors, places, facts)
 
 
@@ -110,6 +113,8 @@ def sum_over_ranks(config: RunConfig, ranks: Ranks) -> float:
     Raises Missing with the ranks that did not take part, or with what went wrong on one of them.
     """
     timeout_s, count = config.preflight.collective_timeout_s, len(ranks.actors)
+    # Who does not answer now is missing; later it would seem as if those were missing, too, that wait for it.
+    _all(ranks.actors, "facts", timeout_s, [ranks.describe(rank) for rank in range(count)])
     environments = rank_environments(config, ranks.places)
     each = [(config.cluster.device, environment, timeout_s) for environment in environments]
     calls = [actor.call.remote("add_up", *args) for actor, args in zip(ranks.actors, each, strict=True)]
@@ -124,8 +129,7 @@ def sum_over_ranks(config: RunConfig, ranks: Ranks) -> float:
             missing.add(rank)
             errors.append(f"{ranks.describe(rank)} died")
         except ray.exceptions.RayTaskError as error:
-            reason = (str(error.cause).strip().splitlines() or ["no message"])[0]
-            errors.append(f"{ranks.describe(rank)}: {type(error.cause).__name__}: {reason}")
+            errors.append(f"{ranks.describe(rank)}: {one_line(error.cause)}")
         else:
             sums.append(found)
             missing.update(found.missing)
@@ -145,21 +149,21 @@ def end_ranks(actors: Sequence[Any]) -> None:
         ray.kill(actor)
 
 
-def _all(actors: Sequence[Any], method: str, timeout_s: float) -> list[Any]:
-    """The method's result on every rank. Raises Missing with the ranks that have none."""
+def _all(actors: Sequence[Any], method: str, timeout_s: float, names: Sequence[str]) -> list[Any]:
+    """The method's result on every rank. Raises Missing with the names of those that have none."""
     calls = [actor.call.remote(method) for actor in actors]
     done, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
-    late = [rank for rank, call in enumerate(calls) if call not in done]
-    if late:
-        alive = sorted({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]})
-        raise Missing(
-            f"trainer rank {', '.join(map(str, late))} did not start within {timeout_s:g} s; Ray's hosts are"
-            f" {', '.join(alive)}"
-        )
-    try:
-        return ray.get(calls)
-    except ray.exceptions.RayError as error:
-        raise Missing(f"a trainer rank failed in {method}: {str(error).strip().splitlines()[-1]}") from None
+    if late := [name for name, call in zip(names, calls, strict=True) if call not in done]:
+        raise Missing(f"{', '.join(late)} did not answer within {timeout_s:g} s")
+    results = []
+    for name, call in zip(names, calls, strict=True):
+        try:
+            results.append(ray.get(call))
+        except ray.exceptions.RayActorError:
+            raise Missing(f"{name} died") from None
+        except ray.exceptions.RayTaskError as error:
+            raise Missing(f"{name} failed in {method}: {one_line(error.cause)}") from None
+    return results
 
 
 def _comes(store: Any, key: str, deadline: float) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_tpu.config.compose import check_command_line, load_config, resource
+from rl_tpu.config.compose import cache_directory, check_command_line, load_config, resource
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.errors import UserError
 from rl_tpu.orchestrator.inputs import check_names
@@ -24,7 +24,7 @@ from rl_tpu.orchestrator.preflight.memory import Memory, assess
 from rl_tpu.orchestrator.preflight.model import find_model, measure
 from rl_tpu.orchestrator.preflight.report import Findings
 from rl_tpu.orchestrator.preflight.topology import generation_of, topology_of
-from rl_tpu.tpu.report import CompiledProgram
+from rl_tpu.tpu.report import PROGRAM_NAMES, CompiledProgram
 from rl_tpu.tracking import RunDirectory
 from rl_tpu.tracking.json_files import to_json, write_atomically
 
@@ -126,7 +126,14 @@ def _compile(findings: Findings, load: Overrides, config: RunConfig, console: Co
         console.print(text, style="dim", soft_wrap=True, markup=False)
 
     def compiled(chosen: RunConfig) -> list[CompiledProgram]:
-        return compile_programs(chosen, findings.model.directory, topology=findings.topology, progress=progress)
+        return compile_programs(
+            chosen,
+            findings.model.directory,
+            topology=findings.topology,
+            progress=progress,
+            cache=Path(config.preflight.cache or Path(cache_directory()) / "preflight").expanduser(),
+            only=config.preflight.only or PROGRAM_NAMES,
+        )
 
     def with_trainer(more: Sequence[str]) -> Memory:
         console.print(f"trying {' '.join(more)} ...", soft_wrap=True, markup=False)

@@ -145,12 +145,12 @@ def devices_of_torch_tpu(timeout_s: float = 120.0) -> int | str:
 
 
 def _on_hosts(config: RunConfig, sizes: ModelSizes, run_dir: Path) -> Iterator[Check]:
-    """Start or join Ray, reserve what a run reserves, and ask every trainer rank."""
+    """Start or join Ray, reserve the trainer's chips, and ask every rank."""
     device = get_device(config.cluster.device)
     if chip_files() and device.name == "tpu":  # before Ray's processes are there
         yield check_chips(config, host_facts(), devices_of_torch_tpu())
     try:
-        with Placement(config) as placement:
+        with Placement(config, roles=("trainer",)) as placement:
             if device.chip_resource:
                 yield _chips_of_ray(config, device.chip_resource)
             ranks = start_ranks(config, placement.trainer_options(), run_dir / "logs")

@@ -132,8 +132,10 @@ def trainer_memory(sizes: ModelSizes, program: CompiledProgram) -> ProgramMemory
 
 def rollout_memory(config: RunConfig, sizes: ModelSizes, device_bytes: int) -> RolloutMemory:
     rollout = config.rollout
-    options = get_device(config.cluster.device).engine_options() | rollout.server_options
-    share = options.get("mem_fraction_static")
+    of_device = get_device(config.cluster.device).engine_options(
+        context_tokens=rollout.context_tokens, max_requests=rollout.max_running_requests
+    )
+    share = (of_device | rollout.server_options).get("mem_fraction_static")
     assumed = share is None
     share = STATIC_SHARE if assumed else float(share)
     tokens = max(0, int(share * device_bytes - sizes.engine_weights) // sizes.kv_bytes_per_token)

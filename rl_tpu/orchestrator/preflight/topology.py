@@ -10,9 +10,17 @@ from rl_tpu.errors import UserError
 def generation_of(config: RunConfig) -> Generation:
     """The generation that `preflight.topology` names, else the cluster's.
 
-    Raises UserError where neither says one.
+    Raises UserError where neither says one, or one that there is not.
     """
-    name = (config.preflight.topology or "").partition(":")[0] or config.cluster.generation
+    if topology := config.preflight.topology:
+        name, colon, _ = topology.partition(":")
+        if not colon:
+            raise UserError(f"preflight.topology={topology!r} is no GENERATION:SHAPE, for example TPU7x:2x2x1")
+        try:
+            return get_generation(name)
+        except UserError as error:
+            raise UserError(f"preflight.topology={topology!r}: {str(error).partition(': ')[2]}") from None
+    name = config.cluster.generation
     if not name:
         raise UserError(
             "cluster.generation is not set, so there is nothing to compile for: set it (v7x, v6e, v5p, v5e), or"
@@ -23,9 +31,9 @@ def generation_of(config: RunConfig) -> Generation:
 
 def topology_of(config: RunConfig) -> str:
     """libtpu's name of the slice: `preflight.topology`, else the smallest one with all chips of the trainer's hosts."""
+    cluster, generation = config.cluster, generation_of(config)
     if config.preflight.topology:
         return config.preflight.topology
-    cluster, generation = config.cluster, generation_of(config)
     hosts = -(-cluster.trainer_chips // cluster.chips_per_host)
     chips = hosts * cluster.chips_per_host
     sizes = [size for size in generation.slice_sizes if size >= chips]
