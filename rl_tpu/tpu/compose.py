@@ -16,10 +16,12 @@ import jax
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from rl_tpu.tpu.partition import Partition, jax_dtype
+from rl_tpu.tpu.partition import jax_dtype
 from rl_tpu.tpu.torch_tpu import stablehlo_primitive, to_stablehlo
+from rl_tpu.trainer.graph.scan import backwards, forwards
 
-SCAN = torch.ops.higher_order.scan
+LOOPS = {forwards: False, backwards: True}
+"""Whether a loop begins with the last round."""
 
 Arrays = list[Any]
 Operators = Mapping[str, Callable[..., Any]]
@@ -34,20 +36,16 @@ class Piece:
     outputs: tuple[Node, ...]
 
 
-def compose(module: GraphModule, partition: Partition) -> Callable[..., Arrays]:
-    """The JAX function that computes what `module` does, from arrays in its order to a list of arrays, divided over devices
-    as `partition` says."""
-    return _compose(module, partition.operators())
-
-
-def _compose(module: GraphModule, operators: Operators) -> Callable[..., Arrays]:
+def compose(module: GraphModule, operators: Operators) -> Callable[..., Arrays]:
+    """The JAX function that computes what `module` does, from arrays in its order to a list of arrays; `operators` are the
+    JAX functions of this project's own operators, by name."""
     steps = [_lowered(module, step) if isinstance(step, list) else step for step in _steps(module)]
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     bodies = {
-        step: _compose(getattr(module, step.args[0].target), operators)
+        step: compose(getattr(module, step.args[0].target), operators)
         for step in steps
-        if isinstance(step, Node) and step.target is SCAN
+        if isinstance(step, Node) and step.target in LOOPS
     }
 
     def run(*arguments: Any) -> Arrays:
@@ -60,8 +58,9 @@ def _compose(module: GraphModule, operators: Operators) -> Callable[..., Arrays]
                 values[step] = getattr(module, step.target).numpy()
             elif step.target is operator.getitem:
                 values[step] = values[step.args[0]][step.args[1]]
-            elif step.target is SCAN:
-                values[step] = _scan(bodies[step], *(_look_up(values, each) for each in step.args[1:]))
+            elif step.target in LOOPS:
+                operands = (_look_up(values, each) for each in step.args[1:])
+                values[step] = _loop(bodies[step], *operands, reverse=LOOPS[step.target])
             else:
                 values[step] = operators[step.target._schema.name](*_look_up(values, step.args))
         return [values[node] for node in output.args[0]]
@@ -73,12 +72,14 @@ def _look_up(values: dict[Node, Any], arguments: Any) -> Any:
     return torch.fx.map_arg(arguments, values.__getitem__)
 
 
-def _scan(body: Callable[..., Arrays], carry: Sequence[Any], stacked: Sequence[Any], constants: Sequence[Any]) -> tuple:
+def _loop(
+    body: Callable[..., Arrays], carry: Sequence[Any], stacked: Sequence[Any], constants: Sequence[Any], reverse: bool
+) -> tuple[Any, ...]:
     def step(carry, operands):
         results = body(*carry, *operands, *constants)
         return results[: len(carry)], results[len(carry) :]
 
-    last, outputs = jax.lax.scan(step, list(carry), list(stacked))
+    last, outputs = jax.lax.scan(step, list(carry), list(stacked), reverse=reverse)
     return *last, *outputs
 
 
@@ -109,7 +110,7 @@ def _steps(module: GraphModule) -> list[Node | list[Node]]:
 
 
 def _is_special(node: Node) -> bool:
-    return node.op == "get_attr" or node.target is SCAN or getattr(node.target, "namespace", "") == "rl_tpu"
+    return node.op == "get_attr" or node.target in LOOPS or getattr(node.target, "namespace", "") == "rl_tpu"
 
 
 def _is_body(module: GraphModule, node: Node) -> bool:

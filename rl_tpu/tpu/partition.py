@@ -1,21 +1,26 @@
-"""How a program is divided over devices: by annotations, from which XLA's partitioner makes the collectives.
+"""How a program is divided over devices, which form a mesh of axes `data` and `tensor`.
 
-Devices form a mesh of axes `data` and `tensor`. Parameters, gradients and moments are divided over both, as FSDP and tensor
-parallelism do; rows over `data`. Where a program gathers a parameter (`rl_tpu::unshard`) it is whole over `data` from there
-on, and its gradient is divided again at `rl_tpu::reshard`.
+Along `data` as FSDP does: a device has its rows and its share of every parameter, gradient and moment, gathers a parameter
+where the program says `rl_tpu::unshard`, and sums gradients to shares at `rl_tpu::reshard`. A program is then one device's,
+captured with that device's rows (`manual`), and these two are collectives.
+
+With matrices divided along `tensor` it is captured with all rows, the two are annotations, and XLA's partitioner makes the
+collectives.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import rl_tpu.tpu.offline  # noqa: F401  before JAX
 from rl_tpu.tpu.kernels import KERNELS
 from rl_tpu.tpu.kernels.base import Kernel
 
@@ -54,51 +59,99 @@ class Partition:
                 break
         return PartitionSpec(*([None] if stacked else []), *(each or None for each in axes))
 
-    def operators(self) -> dict[str, Callable[..., Any]]:
-        """The JAX functions of this project's torch operators, by the operators' names."""
-        kernels = {name: self._divided(kernel) for name, kernel in KERNELS.items()}
-        return kernels | {"rl_tpu::unshard": self._unshard, "rl_tpu::reshard": self._reshard}
+    @property
+    def manual(self) -> bool:
+        """A program over rows is one device's, not all devices'."""
+        return self.mesh is not None and self.mesh.shape["tensor"] == 1
 
-    def _unshard(self, share: jax.Array, name: str, dtype: Any) -> jax.Array:
-        whole = share.astype(jax_dtype(dtype))
+    def rows(self, per_share: int) -> int:
+        """Rows that a program is captured with where every share of `data` has so many."""
+        return per_share * (1 if self.mesh is None or self.manual else self.mesh.shape["data"])
+
+    def operators(self, specs: Mapping[str, PartitionSpec]) -> dict[str, Callable[..., Any]]:
+        """The JAX functions of this project's torch operators, by the operators' names.
+
+        specs: of every parameter, of a stack's without the dimension that counts layers.
+        """
+
+        def unshard(share: jax.Array, name: str, dtype: Any) -> jax.Array:
+            share = share.astype(jax_dtype(dtype))  # narrowed first, so that what travels is narrow
+            return self._gathered(share, specs.get(name, PartitionSpec()))
+
+        def reshard(gradient: jax.Array, name: str, dtype: Any) -> jax.Array:
+            return self._summed(gradient.astype(jax_dtype(dtype)), specs.get(name, PartitionSpec()))
+
+        kernels = {name: self._kernel(kernel) for name, kernel in KERNELS.items()}
+        own = {"rl_tpu::unshard": unshard, "rl_tpu::reshard": reshard, "rl_tpu::accumulate": jax.numpy.add}
+        return kernels | own
+
+    def _gathered(self, share: jax.Array, spec: PartitionSpec) -> jax.Array:
         if self.mesh is None:
-            return whole
-        spec = self.parameter(name, whole.shape)
-        kept = PartitionSpec(*("tensor" if axes and "tensor" in axes else None for axes in spec))
-        # Divided in the narrower type first, so that what travels is in that.
-        return self._laid_out(self._laid_out(whole, spec), kept)
+            return share
+        if not self.manual:
+            kept = PartitionSpec(*("tensor" if "tensor" in (axes or ()) else None for axes in spec))
+            return self._laid_out(self._laid_out(share, spec), kept)
+        dimension = _data_dimension(spec)
+        return share if dimension is None else jax.lax.all_gather(share, "data", axis=dimension, tiled=True)
 
-    def _reshard(self, gradient: jax.Array, name: str, dtype: Any) -> jax.Array:
-        share = gradient.astype(jax_dtype(dtype))
-        return share if self.mesh is None else self._laid_out(share, self.parameter(name, share.shape))
+    def _summed(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if self.mesh is None:
+            return gradient
+        if not self.manual:
+            return self._laid_out(gradient, spec)
+        dimension = _data_dimension(spec)
+        if dimension is None:
+            return jax.lax.psum(gradient, "data")
+        return jax.lax.psum_scatter(gradient, "data", scatter_dimension=dimension, tiled=True)
 
     def _laid_out(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
 
-    def _divided(self, kernel: Kernel) -> Callable[..., Any]:
-        """The kernel on every device's part of its operands: XLA cannot divide a kernel itself."""
+    def _kernel(self, kernel: Kernel) -> Callable[..., Any]:
+        """XLA cannot divide a kernel: each device calls it on what it has of the operands."""
+        if self.mesh is None or self.manual:
+            return partial(kernel.function, interpret=self.interpret)
 
-        def call(*operands: Any) -> Any:
+        def divided(*operands: Any) -> Any:
             arrays = [operand for operand in operands if hasattr(operand, "shape")]
-            numbers = operands[len(arrays) :]
 
             def each(*parts: jax.Array) -> Any:
-                results = kernel.function(*parts, *numbers, interpret=self.interpret)
+                results = kernel.function(*parts, *operands[len(arrays) :], interpret=self.interpret)
                 if not kernel.reduced:
                     return results
-                return tuple(
-                    jax.lax.psum(result, "data") if index in kernel.reduced else result
-                    for index, result in enumerate(results)
-                )
+                sums = ((jax.lax.psum(part, "data") if i in kernel.reduced else part) for i, part in enumerate(results))
+                return tuple(sums)
 
-            if self.mesh is None:
-                return kernel.function(*operands, interpret=self.interpret)
-            divided = jax.shard_map(
+            return jax.shard_map(
                 each, mesh=self.mesh, in_specs=kernel.inputs, out_specs=kernel.outputs, check_vma=False
-            )
-            return divided(*arrays)
+            )(*arrays)
 
-        return call
+        return divided
+
+    def over_rows(
+        self, function: Callable[..., Any], operands: Sequence[PartitionSpec], results: Sequence[PartitionSpec]
+    ):
+        """A program over rows, as a function of all devices' operands to all devices' results."""
+        if not self.manual:
+            return function
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=tuple(operands),
+            out_specs=list(results),
+            check_vma=False,
+        )
+
+    def reduced(self, name: str, value: jax.Array) -> jax.Array:
+        """A statistic over all rows from one over a share of them, by Tally's name for it."""
+        if not self.manual:
+            return value
+        return (jax.lax.pmax if name.startswith("maximum/") else jax.lax.psum)(value, "data")
+
+
+def _data_dimension(spec: PartitionSpec | None) -> int | None:
+    """Which dimension is divided over `data`."""
+    return next((place for place, axes in enumerate(spec or ()) if "data" in (axes or ())), None)
 
 
 def jax_dtype(dtype: Any) -> np.dtype:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from rl_tpu.errors import UserError
+from rl_tpu.tpu.offline import silent_libraries
 
 PINNED = {"torch_tpu": "0.2.0", "jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.52"}
 """Versions whose private interfaces are known."""
@@ -38,7 +39,7 @@ def check_versions() -> None:
 def _load() -> None:
     """torch's `tpu` device, without hardware: real tensors cannot be made on it, placeholders can."""
     check_versions()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), silent_libraries():
         warnings.simplefilter("ignore")  # about its host allocator
         from torch_tpu import _loader
 
@@ -60,7 +61,7 @@ def to_stablehlo(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> str:
             node.kwargs = {**node.kwargs, "device": torch.device("tpu")}
     graph.recompile()
     mode = execution_mode.set_eager_mode(execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH)
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), silent_libraries():  # at every operation it says that there is no device
         arguments = [tpu_torch_compile.placeholder(list(each.shape), each.dtype, False) for each in inputs]
         results = EagerLikeFxInterpreter(graph).run(*(argument.clone() for argument in arguments))
         # Every result needs a node of its own, also one that is an argument or another result.

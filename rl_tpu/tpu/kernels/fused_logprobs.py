@@ -81,7 +81,7 @@ def fused_logprobs_backward(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As the operator rl_tpu::fused_logprobs_backward: the gradients of hidden [N, D] and of weight [V, D] in their own
-    types, each summed in float32. The logits are rounded to the type of `hidden` only as gradients, before the product.
+    types, each summed in float32. The gradient of a tile of logits is rounded to hidden's type before it is multiplied.
 
     Raises UserError where the tiles do not fit the TPU."""
     tiles = _tiles(hidden, weight, block_tokens, block_vocabulary, interpret)
@@ -89,7 +89,6 @@ def fused_logprobs_backward(
     known = jnp.stack([normalizer, entropy, of_logprob, entropy_gradient / temperature]).astype(jnp.float32)
     with jax.enable_x64(False):
         labels = labels.astype(jnp.int32)[None]
-        # What stays for a whole inner loop is held once: both gradients then fit beside their sums.
         rows = 2 * tiles.tokens + tiles.token_blocks * tiles.vocabulary
         into_hidden = pl.pallas_call(
             functools.partial(_hidden_gradient, tiles, temperature),
@@ -194,7 +193,7 @@ def _tiles(hidden: jax.Array, weight: jax.Array, block_tokens: int, block_vocabu
 
 
 def _once(shape: tuple[int, ...], index_map: Callable) -> pl.BlockSpec:
-    """A block in one buffer: the next is fetched when the inner loop is through with it."""
+    """A block in one buffer, where two would leave too little room: the next is fetched when the inner loop is through."""
     return pl.BlockSpec(shape, index_map, pipeline_mode=pl.Buffered(1))
 
 

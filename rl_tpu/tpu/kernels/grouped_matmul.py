@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
-from jax.sharding import PartitionSpec, get_abstract_mesh
+from jax.sharding import PartitionSpec
 
 from rl_tpu.tpu.kernels.base import Kernel
 
@@ -23,12 +23,9 @@ def grouped_matmul(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """As the operator: [T, K], [E, N, K] and [E] -> [T, N].
-
-    On a mesh's axis `data` the rows are a share of all, and group_sizes those of all rows.
-    """
+    """As the operator: [T, K], [E, N, K] and [E] -> [T, N]."""
     with jax.enable_x64(False):  # the kernels count in int32, whatever the program around them does
-        sizes = _own(group_sizes, len(left))
+        sizes = group_sizes.astype(jnp.int32)
         tiles = block_rows, block_inner, block_columns
         return _product(left, right, sizes, tiles, transpose=True, interpret=interpret)
 
@@ -44,9 +41,9 @@ def grouped_matmul_backward(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of left and right; on a mesh's axis `data`, right's from this share's rows."""
+    """Gradients of left and right."""
     with jax.enable_x64(False):
-        sizes = _own(group_sizes, len(left))
+        sizes = group_sizes.astype(jnp.int32)
         tiles = block_rows, block_inner, block_columns
         of_left = _product(grad, right, sizes, tiles, transpose=False, interpret=interpret)
         rows, *sides = _fitting(tiles, len(left), grad.shape[1], left.shape[1])
@@ -77,21 +74,13 @@ def _filled(tensor: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(tensor, ((0, -len(tensor) % multiple), (0, 0)))
 
 
-def _own(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """How many rows of each group are among this share's `rows`, which are neighbours in the order of the groups."""
-    mesh = get_abstract_mesh()
-    share = jax.lax.axis_index("data") if "data" in mesh.manual_axes else 0
-    ends = jnp.cumsum(group_sizes.astype(jnp.int32))
-    ends = jnp.clip(ends - share * rows, 0, rows)
-    return jnp.diff(ends, prepend=0).astype(jnp.int32)
-
-
 def _flops(left: jax.Array, right: jax.Array) -> float:
     """Of one product with all rows in groups."""
     return 2.0 * left.shape[0] * right.shape[1] * right.shape[2]
 
 
-_ROWS, _MATRICES, _GROUPS = PartitionSpec("data", None), PartitionSpec(None, None, None), PartitionSpec(None)
+_ROWS, _MATRICES = PartitionSpec("data", None), PartitionSpec(None, None, None)
+_GROUPS = PartitionSpec("data")  # every share of the rows has groups of its own
 
 GROUPED_MATMUL = Kernel(
     function=grouped_matmul,

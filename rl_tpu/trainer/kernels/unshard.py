@@ -31,6 +31,17 @@ def _(gradient, name, dtype):
     return torch.empty_like(gradient, dtype=dtype)
 
 
+@torch.library.custom_op("rl_tpu::accumulate", mutates_args=())
+def accumulate(total: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """total + share, of gradients that are divided alike."""
+    return total + share
+
+
+@accumulate.register_fake
+def _(total, share):
+    return torch.empty_like(total)
+
+
 def _keep(ctx, inputs, output):
     share, ctx.name, _ = inputs
     ctx.dtype = share.dtype

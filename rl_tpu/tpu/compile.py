@@ -1,0 +1,127 @@
+"""Programs compiled by libtpu for a topology that need not be here: does it compile, and what does it take."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from rl_tpu.devices.generations import Generation
+from rl_tpu.tpu.execute import jit
+from rl_tpu.tpu.partition import Partition, jax_dtype
+from rl_tpu.tpu.report import CompiledProgram
+from rl_tpu.tpu.torch_tpu import PINNED
+from rl_tpu.trainer.graph.layers import StackedLayout
+from rl_tpu.trainer.graph.programs import Program, Value
+
+LONGEST_ERROR = 400
+"""Characters of a compiler's message that are kept."""
+
+
+class TpuCompiler:
+    """libtpu's compiler for devices of one topology.
+
+    Args:
+        topology: libtpu's name, for example `TPU7x:2x2x1`.
+        ranks: how many of its devices a program is divided over.
+        tensor: how many of these share every matrix.
+        cache: directory that keeps results by program, topology and versions.
+    """
+
+    def __init__(self, topology: str, generation: Generation, ranks: int, tensor: int = 1, cache: Path | None = None):
+        self.topology, self._generation, self._cache = topology, generation, cache
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        self.partition = Partition.over(devices[:ranks], tensor)
+        self._ranks = ranks
+
+    def compile(self, program: Program, layout: StackedLayout, rows: int, row_tokens: int | None) -> CompiledProgram:
+        """The compiler's figures for one device, or its error."""
+        with jax.enable_x64(True):
+            lowered = jit(program, layout, self.partition).lower(*map(self._operand, program.operands))
+            key = self._key(lowered.as_text())
+            if (found := self._cached(key)) is not None:
+                return found
+            started = time.perf_counter()
+            error, executable = None, None
+            try:
+                executable = lowered.compile()
+            except jax.errors.JaxRuntimeError as failure:
+                error = shortened(str(failure))
+            seconds = time.perf_counter() - started
+        result = CompiledProgram(
+            name=program.name,
+            rows=rows,
+            row_tokens=row_tokens,
+            error=error,
+            compile_s=seconds,
+            cached=False,
+            limit_bytes=self._generation.hbm_bytes,
+            program_hash=key,
+            **(_figures(executable, self._generation) if executable else _nothing()),
+        )
+        self._remember(result)
+        return result
+
+    def _operand(self, value: Value) -> jax.ShapeDtypeStruct:
+        """All devices' operand, of which a program over rows may name one device's."""
+        shares = self.partition.mesh.shape["data"] if value.kind == "row" and self.partition.manual else 1
+        rows = (value.shape[0] * shares,) if shares > 1 else value.shape[:1]
+        return jax.ShapeDtypeStruct((*rows, *value.shape[1:]), jax_dtype(value.dtype))
+
+    def _key(self, text: str) -> str:
+        # Names of source files and lines do not make another program.
+        text = re.sub(r"loc\(.*?\)|#loc.*", "", text)
+        about = json.dumps([self.topology, self._ranks, sorted(PINNED.items())])
+        return hashlib.blake2b((about + text).encode(), digest_size=16).hexdigest()
+
+    def _cached(self, key: str) -> CompiledProgram | None:
+        path = self._cache and self._cache / f"{key}.json"
+        if not path or not path.exists():
+            return None
+        return replace(CompiledProgram.from_json(json.loads(path.read_text())), cached=True)
+
+    def _remember(self, result: CompiledProgram) -> None:
+        if self._cache:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            path = self._cache / f"{result.program_hash}.json"
+            path.with_suffix(".part").write_text(json.dumps(result.to_json()))
+            path.with_suffix(".part").rename(path)
+
+
+def _figures(executable: Any, generation: Generation) -> dict[str, Any]:
+    memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
+    sizes = {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+    }
+    flops, accessed = cost.get("flops"), cost.get("bytes accessed")
+    return sizes | {
+        "total_bytes": sum(sizes.values()) - 2 * sizes["alias_bytes"],
+        "flops": flops,
+        "bytes_accessed": accessed,
+        "collectives": {},
+        "compute_s": flops / generation.peak_flops if flops else None,
+        "memory_s": accessed / generation.hbm_bandwidth if accessed else None,
+    }
+
+
+def _nothing() -> dict[str, Any]:
+    names = ("argument", "temporary", "output", "alias", "total")
+    figures = {f"{name}_bytes": None for name in names}
+    return figures | {"flops": None, "bytes_accessed": None, "collectives": {}, "compute_s": None, "memory_s": None}
+
+
+def shortened(message: str) -> str:
+    """The sentence of a compiler's message that says what is wrong."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    text = " ".join(lines)
+    return text if len(text) <= LONGEST_ERROR else text[: LONGEST_ERROR - 3] + "..."
