@@ -29,13 +29,12 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: its host, process id, the host's address, a port on which it listens, another that is free."""
+    """Where a rank runs: its host, process id, the host's address, a port on which it listens."""
 
     node: str
     pid: int
     address: str
     port: int
-    peer_port: int
 
 
 class TrainerRank:
@@ -63,11 +62,9 @@ class TrainerRank:
     def place(self) -> Place:
         """Where this rank is; from now on it holds its port, so that nobody else gets it before the ranks have met."""
         self._listener = socket.create_server(("", 0))
-        with socket.create_server(("", 0)) as other:
-            peer_port = other.getsockname()[1]
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
-        return Place(context.get_node_id(), os.getpid(), address, self._listener.getsockname()[1], peer_port)
+        return Place(context.get_node_id(), os.getpid(), address, self._listener.getsockname()[1])
 
     def start(self, config: RunConfig, model_dir: str, run_id: str, environment: Mapping[str, str]) -> None:
         """Meet the other ranks, build and load the policy, open this rank's end of weight_sync."""

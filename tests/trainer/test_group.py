@@ -85,7 +85,6 @@ def test_a_group_of_two_ranks_does_what_one_rank_does(ray_started, model_dir, tm
     torch.testing.assert_close(seen["logprobs"], logprobs, rtol=0, atol=1e-5)
     assert 0 < seen["metrics"].pop("train/padding_share") < 0.5
     assert 1 <= seen["metrics"].pop("train/rank_imbalance") < 1.2
-    assert seen["metrics"].pop("train/row_shapes") == len({batch.row_tokens for batch in batches})
     for some in (seen["metrics"], metrics):
         assert some.pop("train/tokens_per_s") > 0
         assert 0.1 < some.pop("train/peak_memory_gb") < 20
@@ -171,7 +170,7 @@ def test_metrics_of_several_steps():
 
 
 def test_ranks_are_counted_within_their_host_and_meet_at_rank_zero(model_dir):
-    places = [Place(node, 40 + i, f"10.0.0.{node}", 1000 + i, 2000 + i) for i, node in enumerate("1122")]
+    places = [Place(node, 40 + i, f"10.0.0.{node}", 1000 + i) for i, node in enumerate("1122")]
     environments = rank_environments(run_config(model_dir), places)
     assert [e["LOCAL_RANK"] for e in environments] == ["0", "1", "0", "1"]
     assert {e["LOCAL_WORLD_SIZE"] for e in environments} == {"2"}
