@@ -24,9 +24,9 @@ class SegmentAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        block_q: int = 1024
-        block_kv: int = 512
-        """Tile sizes of rl_tpu::splash_attention."""
+        block_q: int = 128
+        block_kv: int = 128
+        """Tile sizes of rl_tpu::splash_attention; by default the least that a TPU takes."""
 
     def __init__(self, config: Config):
         super().__init__()

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from jax.sharding import Mesh
 from topologies import compiled_for
 
 from rl_tpu.tpu.kernels import grouped_matmul as twin
@@ -68,25 +67,6 @@ def test_the_kernel_multiplies_every_row_by_its_group_s_matrix(operands, dtype):
         found = jax.jit(both)(left, right, np.array(SIZES), grad)
     assert {str(array.dtype) for array in found} == {dtype}
     compare(found, written_out(*operands), TOLERANCE[dtype])
-
-
-def test_shares_of_the_rows_find_their_parts_of_the_groups(operands):
-    left, right, grad = (jnp.asarray(tensor.numpy(), "float32") for tensor in operands)
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("data", "tensor"))
-    forward, backward = twin.GROUPED_MATMUL, twin.GROUPED_MATMUL_BACKWARD
-
-    def share(left, right, sizes, grad):
-        out, of_left, of_right = both(left, right, sizes, grad)
-        return out, of_left, jax.lax.psum(of_right, "data")
-
-    divided = jax.shard_map(
-        share,
-        mesh=mesh,
-        in_specs=(*forward.inputs, backward.inputs[0]),
-        out_specs=(forward.outputs, *backward.outputs),
-        check_vma=False,
-    )
-    compare(jax.jit(divided)(left, right, np.array(SIZES), grad), written_out(*operands), TOLERANCE["float32"])
 
 
 def test_the_operator_keeps_its_promises_to_the_compiler(operands):

@@ -1,7 +1,7 @@
 """Products of groups of rows with a matrix each, as one operator: the experts of a mixture, whose shapes do not depend on
 how many rows each expert has.
 
-On a TPU it is a Pallas kernel (rl_tpu/tpu/kernels/grouped_matmul.py). Here it is one product per group.
+A TPU's programs have a Pallas kernel for it (rl_tpu/tpu/kernels/grouped_matmul.py). Here it is one product per group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 
-@torch.library.custom_op("rl_tpu::grouped_matmul", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("rl_tpu::grouped_matmul", mutates_args=())
 def grouped_matmul(
     left: torch.Tensor,
     right: torch.Tensor,
@@ -41,7 +41,7 @@ def _(left, right, group_sizes, block_rows, block_inner, block_columns):
     return left.new_empty(left.shape[0], right.shape[1])
 
 
-@torch.library.custom_op("rl_tpu::grouped_matmul_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("rl_tpu::grouped_matmul_backward", mutates_args=())
 def grouped_matmul_backward(
     grad: torch.Tensor,
     left: torch.Tensor,
@@ -52,8 +52,7 @@ def grouped_matmul_backward(
     block_columns: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of left and right from that of the product, `grad` [T, N]."""
-    of_left = torch.zeros(left.shape, dtype=left.dtype)
-    of_right = torch.empty(right.shape, dtype=right.dtype)
+    of_left, of_right = left.new_zeros(left.shape), right.new_empty(right.shape)
     for (rows, matrix), of_matrix in zip(_groups(group_sizes, right), of_right, strict=True):
         torch.mm(grad[rows], matrix, out=of_left[rows])
         torch.mm(grad[rows].T, left[rows], out=of_matrix)

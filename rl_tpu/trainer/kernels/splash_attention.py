@@ -1,7 +1,7 @@
 """Attention inside the segments of packed rows as one operator over whole rows, whose shapes do not depend on the data.
 
-On a TPU it is a Pallas kernel (rl_tpu/tpu/kernels/splash_attention.py). Here it is computed by segments, as
-rl_tpu::segment_attention does: the padding of each row is one more segment.
+A TPU's programs have a Pallas kernel for it (rl_tpu/tpu/kernels/splash_attention.py). Here it is computed by segments, as
+rl_tpu::segment_attention does, on a CPU: the padding of each row is one more segment.
 """
 
 from __future__ import annotations
