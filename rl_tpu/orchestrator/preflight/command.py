@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_tpu.config.compose import cache_directory, check_command_line, load_config, resource
+from rl_tpu.config.compose import check_command_line, load_config, resource
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.errors import UserError
 from rl_tpu.orchestrator.inputs import check_names
@@ -24,7 +24,7 @@ from rl_tpu.orchestrator.preflight.memory import Memory, assess
 from rl_tpu.orchestrator.preflight.model import find_model, measure
 from rl_tpu.orchestrator.preflight.report import Findings
 from rl_tpu.orchestrator.preflight.topology import generation_of, topology_of
-from rl_tpu.tpu.report import PROGRAM_NAMES, CompiledProgram
+from rl_tpu.tpu.report import CompiledProgram
 from rl_tpu.tracking import RunDirectory
 from rl_tpu.tracking.json_files import to_json, write_atomically
 
@@ -76,9 +76,6 @@ def run_preflight(arguments: Sequence[str]) -> Findings:
     console.print(report.environment_table(findings.checks))
     if topology:
         _compile(findings, load, config, console)
-        console.print(report.program_table(findings.programs, topology), report.memory_table(findings.memory), sep="\n")
-        for line in report.rollout_lines(findings.memory):
-            console.print(line, soft_wrap=True)
         draw_memory(findings.memory, directory / "memory.png", f"{config.name}, {topology}")
     findings.seconds = time.monotonic() - started
     write_atomically(directory / "preflight.json", to_json(findings.to_json(), indent=2) + "\n")
@@ -105,20 +102,9 @@ class Overrides:
         return load_config([*self._overrides, *more], self._directories)
 
 
-def needed_programs(config: RunConfig) -> tuple[str, ...]:
-    """Programs of a training step of this run."""
-    wanted = {
-        "logprobs": config.algorithm.old_logprobs == "recompute",
-        "reference": config.algorithm.kl.coefficient > 0,
-        "backward": True,
-        "update": True,
-    }
-    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
-
-
 def _compile(findings: Findings, load: Overrides, config: RunConfig, console: Console) -> None:
     """Compile, judge, and look for what helps where it does not fit."""
-    from rl_tpu.tpu.programs import compile_programs  # loads JAX
+    from rl_tpu.tpu.programs import compile_programs, wanted_programs
 
     device_bytes = generation_of(config).hbm_bytes
 
@@ -126,17 +112,10 @@ def _compile(findings: Findings, load: Overrides, config: RunConfig, console: Co
         console.print(text, style="dim", soft_wrap=True, markup=False)
 
     def compiled(chosen: RunConfig) -> list[CompiledProgram]:
-        return compile_programs(
-            chosen,
-            findings.model.directory,
-            topology=findings.topology,
-            progress=progress,
-            cache=Path(config.preflight.cache or Path(cache_directory()) / "preflight").expanduser(),
-            only=config.preflight.only or PROGRAM_NAMES,
-        )
+        return compile_programs(chosen, findings.model.directory, topology=findings.topology, progress=progress)
 
     def with_trainer(more: Sequence[str]) -> Memory:
-        console.print(f"trying {' '.join(more)} ...", soft_wrap=True, markup=False)
+        progress(f"trying {' '.join(more)}")
         chosen = load(more)
         return assess(chosen, measure(chosen, findings.model.directory), compiled(chosen), device_bytes)
 
@@ -144,9 +123,14 @@ def _compile(findings: Findings, load: Overrides, config: RunConfig, console: Co
         chosen = load(more)
         return assess(chosen, measure(chosen, findings.model.directory), findings.programs, device_bytes)
 
+    whole = config.model_copy(update={"preflight": config.preflight.model_copy(update={"only": []})})
+    asked_for = {program.name for program in wanted_programs(config)}
+    findings.left_out = tuple({each.name: None for each in wanted_programs(whole) if each.name not in asked_for})
     findings.programs = compiled(config)
     findings.memory = assess(config, findings.sizes, findings.programs, device_bytes)
-    findings.left_out = tuple(
-        name for name in needed_programs(config) if config.preflight.only and name not in config.preflight.only
+    console.print(
+        report.program_table(findings.programs, findings.topology), report.memory_table(findings.memory), sep="\n"
     )
+    for line in report.rollout_lines(findings.memory):
+        console.print(line, soft_wrap=True)
     findings.advice = advise(config, findings.memory, with_trainer, with_rollout)
