@@ -27,6 +27,7 @@ def broken_rules(config: RunConfig) -> list[str]:
         *_sources(config),
         *_sync(config),
         *_kernels(config),
+        *_execution(config),
     ]
 
 
@@ -189,10 +190,16 @@ def _sync(config: RunConfig) -> Iterator[str]:
 def _kernels(config: RunConfig) -> Iterator[str]:
     kernels = config.trainer.kernels
     sizes = {name: getattr(kernels, name) for name in type(kernels).model_fields if "_block_" in name}
-    used = {"attention": kernels.attention == "splash", "experts": kernels.experts == "grouped"}
+    used = {
+        "attention": kernels.attention == "splash",
+        "head": kernels.head == "fused",
+        "experts": kernels.experts == "grouped",
+    }
     for name, size in sizes.items():
         if used.get(name.split("_")[0]) and size % TILE_MULTIPLE:
             yield f"trainer.kernels.{name} {size} is not a multiple of {TILE_MULTIPLE}, as a kernel's tiles must be"
+    if used["head"]:
+        yield from _fused_head(config)
     if not used["attention"]:
         return
     if config.trainer.share_prompts:
@@ -206,6 +213,43 @@ def _kernels(config: RunConfig) -> Iterator[str]:
             f"trainer.row_tokens {odd} are not multiples of {TILE_MULTIPLE}: rows are cut into tiles of so many tokens or a"
             " multiple (trainer.kernels.attention_block_q, attention_block_kv) with trainer.kernels.attention splash"
         )
+
+
+def _fused_head(config: RunConfig) -> Iterator[str]:
+    rollout, tensor = config.rollout, config.trainer.parallel.tensor
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        yield (
+            "trainer.kernels.head fused computes the whole softmax, but answers are sampled with rollout.top_p"
+            f" {rollout.top_p} and top_k {rollout.top_k}: use head plain, or top_p 1 and top_k -1"
+        )
+    if tensor > 1:
+        yield (
+            "trainer.kernels.head fused needs the whole vocabulary on every rank, and trainer.parallel.tensor"
+            f" {tensor} divides it: use head plain, or tensor 1"
+        )
+
+
+def _execution(config: RunConfig) -> Iterator[str]:
+    trainer, device = config.trainer, config.cluster.device
+    if trainer.execution.eager != "default" and device != "tpu":
+        yield (
+            f"trainer.execution.eager {trainer.execution.eager} is torch_tpu's: with cluster.device {device} use default"
+        )
+    if trainer.execution.mode != "graph":
+        return
+    alone = {
+        "parallel.tensor": (trainer.parallel.tensor, 1, "its ranks share layers, not matrices"),
+        "parallel.replicas": (trainer.parallel.replicas, 1, "all its ranks share one copy"),
+        "parallel.sharding": (trainer.parallel.sharding, "fsdp2", "its programs gather parameters themselves"),
+        "activation_checkpointing": (trainer.activation_checkpointing, "none", "it computes blocks again as it is"),
+        "offload_reference": (trainer.offload_reference, False, "its programs take whole policies from the device"),
+    }
+    for name, (value, only, reason) in alone.items():
+        if value != only:
+            yield (
+                f"trainer.execution.mode graph and trainer.{name} {str(value).lower()} exclude each other: {reason}; use"
+                f" {str(only).lower()}, or mode eager or compile"
+            )
 
 
 def _sources(config: RunConfig) -> Iterator[str]:

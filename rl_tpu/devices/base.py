@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.fx import GraphModule
 
 from rl_tpu.devices.division import Divided, Division, Environments, HostReservation, in_order
+from rl_tpu.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,19 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Return once everything launched on the device has finished."""
 
+    def prepare_execution(self, eager: str) -> None:
+        """Choose how this process's operations are sent to the device, by `trainer.execution.eager`, before the first one.
+
+        Raises:
+            UserError: only a TPU knows other ways than `default`.
+        """
+        if eager != "default":
+            raise UserError(f"trainer.execution.eager {eager} is torch_tpu's: with cluster.device {self.name} use default")
+
+    def compile_graph(self, graph: GraphModule) -> Callable[..., Any]:
+        """What computes a captured graph of static shapes on this device."""
+        return graph
+
     @abstractmethod
     def torchtitan_module(self) -> Any:
         """The object torchtitan asks for device counts and synchronisation."""
@@ -99,8 +114,6 @@ class Device(ABC):
         master_address: str,
         master_port: int,
         chips: Sequence[int] = (),
-        devices_per_chip: int = 1,
-        peers: Sequence[str] = (),
     ) -> dict[str, str]:
         """Environment of one trainer rank, to be set before torch touches the device, on top of `environments`.
 

@@ -7,11 +7,12 @@ generations' figures in `generations.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from rl_tpu.devices import tpu_hosts, tpu_slices
 from rl_tpu.devices.base import Device, MemoryUse
@@ -22,6 +23,8 @@ from rl_tpu.errors import RunError
 LARGEST_PREFILL = 4096
 """Tokens of the largest prefill program; longer prompts are read in chunks of so many. sglang-jax's default."""
 SMALLEST_PREFILL = 128
+EAGER_MODES = {"fused": "DEFER_AND_FUSE", "strict": "DEFER_NEVER", "debug": "DEFER_NEVER_AND_LAUNCH_BLOCKING"}
+"""torch_tpu's names of `trainer.execution.eager`."""
 
 
 class TpuDevice(Device):
@@ -49,6 +52,14 @@ class TpuDevice(Device):
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize()
+
+    def prepare_execution(self, eager: str) -> None:
+        if eager != "default":
+            torch.tpu.eager_mode = getattr(torch.tpu.EagerMode, EAGER_MODES[eager])
+
+    def compile_graph(self, graph: GraphModule) -> Callable[..., Any]:
+        # Not yet run on hardware.
+        return torch.compile(graph, backend=self.compile_backend, fullgraph=True, dynamic=False)
 
     def torchtitan_module(self) -> Any:
         # The functions of `torch.tpu` that torchtitan looks for raise in torch_tpu 0.2.0; torch.accelerator's work.

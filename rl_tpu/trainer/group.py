@@ -15,14 +15,15 @@ from ray.exceptions import RayActorError, RayTaskError
 from rl_tpu.config.schema import ClusterConfig, RunConfig
 from rl_tpu.devices import get_device
 from rl_tpu.errors import RunError, UserError
-from rl_tpu.trainer.packing import imbalance, microbatch_shape, padding_share, shared_share
+from rl_tpu.trainer.packing import imbalance, padding_share, shared_share
 from rl_tpu.trainer.rank import Place, TrainerRank, arrays_of
 from rl_tpu.types import PackedBatch
 
 CLOSE_TIMEOUT_S = 10.0
 PEAK_MEMORY = "train/peak_memory_gb"
 COUNTS = tuple(
-    f"train/{name}" for name in ("tokens", "loss_tokens", "excluded_tokens", "skipped_updates", "early_stops")
+    f"train/{name}"
+    for name in ("tokens", "loss_tokens", "excluded_tokens", "skipped_updates", "early_stops", "compilations")
 )
 GRACE_S = 5.0
 """How long the other ranks get to finish a call that failed on one of them."""
@@ -37,8 +38,6 @@ class TrainerGroup:
         self._logs = logs
         self._places: list[Place] = []
         self._broken: str | None = None
-        self._shapes: set[tuple[int, int]] = set()
-        """Shapes of the micro-batches seen so far."""
 
     @classmethod
     async def start(
@@ -139,15 +138,12 @@ class TrainerGroup:
         self._broken = "it was closed"
 
     def _packing(self, minibatches: Sequence[PackedBatch]) -> dict[str, float]:
-        """What became of the step's samples as rows; an XLA device has compiled as many programs as there are shapes."""
-        budget, data_ranks = self._config.trainer.microbatch_tokens, self._config.data_ranks
-        self._shapes.update(microbatch_shape(minibatch, budget) for minibatch in minibatches)
+        """What became of the step's samples as rows."""
         positions = [minibatch.rows * minibatch.row_tokens for minibatch in minibatches]
         padding = sum(padding_share(batch) * size for batch, size in zip(minibatches, positions, strict=True))
         metrics = {
             "train/padding_share": padding / sum(positions),
-            "train/rank_imbalance": max(imbalance(minibatch, data_ranks) for minibatch in minibatches),
-            "train/row_shapes": float(len(self._shapes)),
+            "train/rank_imbalance": max(imbalance(minibatch, self._config.data_ranks) for minibatch in minibatches),
         }
         if self._config.trainer.share_prompts:
             metrics["train/shared_prompt_share"] = fmean(map(shared_share, minibatches))
@@ -212,7 +208,6 @@ def rank_environments(config: RunConfig, places: Sequence[Place]) -> list[dict[s
     device, cluster = get_device(config.cluster.device), config.cluster
     nodes = [place.node for place in places]
     hosts = list(dict.fromkeys(nodes))
-    peers = [f"{place.address}:{place.peer_port}" for place in places]
     return [
         device.rank_environment(
             rank=rank,
@@ -223,8 +218,6 @@ def rank_environments(config: RunConfig, places: Sequence[Place]) -> list[dict[s
             master_address=places[0].address,
             master_port=places[0].port,
             chips=trainer_chips(cluster, hosts.index(place.node)),
-            devices_per_chip=cluster.devices_per_chip,
-            peers=peers,
         )
         for rank, place in enumerate(places)
     ]

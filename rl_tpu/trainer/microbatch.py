@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from rl_tpu.algorithms.distribution import Distribution
 from rl_tpu.algorithms.supervised import supervised_loss
 from rl_tpu.config.schema import AlgorithmConfig
 from rl_tpu.trainer.loss import PolicyLoss
-from rl_tpu.trainer.policy import Policy
 from rl_tpu.trainer.tally import Tally
 from rl_tpu.types import PackedBatch
+
+if TYPE_CHECKING:
+    from rl_tpu.trainer.policy import Policy
 
 
 def microbatch_loss(

@@ -39,7 +39,10 @@ def build_policy(
     Raises UserError for a directory without a readable config.json, an architecture without a family, one whose heads do
     not divide among the ranks, or a fused head whose vocabulary would.
     """
-    spec = model_spec(read_config(model_dir), max(config.row_tokens), config.kernels)
+    graph, kernels = config.execution.mode == "graph", config.kernels
+    if graph:  # to be captured, torch's own product of the experts would have to be in bfloat16
+        kernels = kernels.model_copy(update={"experts": "grouped"})
+    spec = model_spec(read_config(model_dir), max(config.row_tokens), kernels)
     spec.model.lm_head.tiles = head_tiles(config)
     mesh = mesh or build_mesh(config.parallel)
     if mesh.tp_enabled:
@@ -62,8 +65,8 @@ def build_policy(
         model.init_weights(buffer_device=torch_device if offload else None)
     model.train(not frozen)
     adapter = spec.state_dict_adapter(spec.model, None)
-    splash = config.kernels.attention == "splash"
-    return Policy(model, adapter, torch_device, mesh, static_shapes=not device.dynamic_shapes, splash=splash)
+    static_shapes, splash = graph or not device.dynamic_shapes, kernels.attention == "splash"
+    return Policy(model, adapter, torch_device, mesh, static_shapes, splash)
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

@@ -38,9 +38,18 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         moment = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        step = direction(gradient.lerp(moment, momentum))
+        step = self.step_of(parameter, gradient.lerp(moment, momentum))
         parameter.mul_(1 - rate * decay)
-        parameter.add_(step, alpha=-rate * RMS_OF_ADAMW * math.sqrt(max(parameter.shape[-2:])))
+        parameter.sub_(step.mul_(rate))  # a rate may be a tensor
+
+    def step_of(self, parameter: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+        """How far a learning rate of 1 moves against `moments`, which are as large as the parameter."""
+        return scaled_direction(moments)
+
+
+def scaled_direction(matrices: torch.Tensor) -> torch.Tensor:
+    """`direction`, of the root mean square of AdamW's updates."""
+    return direction(matrices) * (RMS_OF_ADAMW * math.sqrt(max(matrices.shape[-2:])))
 
 
 def direction(matrices: torch.Tensor) -> torch.Tensor:

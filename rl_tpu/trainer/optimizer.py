@@ -60,14 +60,20 @@ class PolicyOptimizer:
     def step(self, apply: bool = True) -> dict[str, float]:
         """Clip the gradient, update the parameters, advance the schedule; none of it if the norm is not finite, or if the
         gradient is not to be applied. It is gone afterwards."""
-        norm = float(clip_grad_norm_(self._parameters, self._max_grad_norm, foreach=False))
-        finite = math.isfinite(norm)
         learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
+        norm = self._update(learning_rate, apply)
+        finite = math.isfinite(norm)
         if finite and apply:
-            self.optimizer.step()
             self.schedule.step()
-        self.optimizer.zero_grad()
         return {"grad_norm": norm, "learning_rate": learning_rate, "skipped_updates": float(apply and not finite)}
+
+    def _update(self, learning_rate: float, apply: bool) -> float:
+        """All of `step` but for the schedule; the norm of the gradient."""
+        norm = float(clip_grad_norm_(self._parameters, self._max_grad_norm, foreach=False))
+        if apply and math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
 
 
 def parameter_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[ParamGroupConfig]:

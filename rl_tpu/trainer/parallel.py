@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -70,6 +70,10 @@ def parallelize(
 
     With `offload` this rank's parameters stay in host memory and come to the device while they are needed.
     """
+    if config.execution.mode == "graph":  # its programs cast, gather and compute again what they need
+        if dims.world_size > 1:
+            _divide(model, dims.get_mesh("fsdp"))
+        return
     if dims.tp_enabled:
         model.parallelize(dims)
         _check_sizes(model, dims)
@@ -90,6 +94,17 @@ def parallelize(
         apply_simple_fsdp(model, parallel_dims=dims, training=precision)
     elif dims.world_size > 1 or config.param_dtype != "float32" or offload:
         _fully_shard(model, dims, getattr(torch, config.param_dtype), device, offload)
+
+
+def _divide(model: Decoder, mesh: DeviceMesh) -> None:
+    """Make of every parameter a DTensor that is divided along its first dimension, as FSDP2 does."""
+    divided: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, whole in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if whole not in divided:
+                shares = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+                divided[whole] = torch.nn.Parameter(shares, requires_grad=whole.requires_grad)
+            module.register_parameter(name, divided[whole])
 
 
 def _check_sizes(model: Decoder, dims: ParallelDims) -> None:

@@ -26,6 +26,11 @@ class ReferencePolicy:
         self.refreshed = False
         """Whether it is another policy than that of `model_dir`, which a checkpoint then has to hold."""
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """Its model."""
+        return self._policy.model
+
     @torch.no_grad()
     def logprobs(
         self, rows: PackedBatch, distribution: Distribution, *, only_loss: bool = False

@@ -20,8 +20,6 @@ from rl_tpu.devices import get_device, prepare_torchtitan
 from rl_tpu.errors import RunError
 from rl_tpu.trainer import checkpoint, export, process_group
 from rl_tpu.trainer.layout import Layout
-from rl_tpu.trainer.loss import PolicyLoss
-from rl_tpu.trainer.microbatch import microbatch_loss
 from rl_tpu.trainer.packing import rank_rows, rows_per_microbatch
 from rl_tpu.trainer.tally import Tally
 from rl_tpu.types import PackedBatch
@@ -62,40 +60,40 @@ class PolicyTrainer:
     ):
         self.config, self.algorithm, self.distribution = config, algorithm, distribution or Distribution()
         self._max_response_tokens = max_response_tokens
-        self._policy_loss = PolicyLoss(algorithm) if loss == "policy" else None
         self._skipped_in_a_row = 0
         self.device = get_device(device)
         torch.set_num_threads(config.threads_per_rank)
         torch.manual_seed(seed)
         prepare_torchtitan(self.device)
         torch_device = self.device.torch_device(int(os.environ.get("LOCAL_RANK", "0")))
+        self.device.prepare_execution(config.execution.eager)
         process_group.join(self.device, config.step_timeout_s, store)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.layout = Layout(self.ranks, self.rank, config.parallel)
         try:
-            self._build(Path(model_dir), torch_device)
+            self._build(Path(model_dir), torch_device, loss)
         except BaseException:
             process_group.leave()
             raise
 
-    def _build(self, model_dir: Path, torch_device: torch.device) -> None:
+    def _build(self, model_dir: Path, torch_device: torch.device, loss: str) -> None:
         # These import torchtitan, which has to know its device first.
+        from rl_tpu.trainer.execution import EagerExecution
+        from rl_tpu.trainer.graph.execution import GraphExecution
         from rl_tpu.trainer.model import build_policy
-        from rl_tpu.trainer.optimizer import PolicyOptimizer
         from rl_tpu.trainer.reference import ReferencePolicy
 
         self.model_dir = model_dir
         self.policy = build_policy(model_dir, self.device, torch_device, self.config)
         checkpoint.load_hf(self.policy, model_dir)
-        self.optimizer = PolicyOptimizer(
-            self.policy.model,
-            self.config.optimizer,
-            self.device,
-            total_steps=self.config.steps * self.algorithm.minibatches * self.algorithm.epochs,
-        )
         self.reference: ReferencePolicy | None = None
         if self.algorithm.kl.coefficient:
             self.reference = ReferencePolicy(self.policy, model_dir, self.device, self.config)
+        self.execution = (GraphExecution if self.config.execution.mode == "graph" else EagerExecution)(
+            self.policy, self.reference, self.config, self.algorithm, self.distribution, self.device, loss
+        )
+        updates = self.config.steps * self.algorithm.minibatches * self.algorithm.epochs
+        self.optimizer = self.execution.build_optimizer(updates)
         background = self.config.checkpoint.mode == "async"
         self._checkpointer = checkpoint.PolicyCheckpointer(self.policy, self.optimizer, self.reference, background)
 
@@ -125,6 +123,8 @@ class PolicyTrainer:
         metrics |= self._step(apply=not too_far) | {"early_stops": float(too_far)}
         metrics["tokens"] = float((minibatch.segment_ids > 0).sum())
         metrics["tokens_per_s"] = metrics["tokens"] / (time.perf_counter() - started)
+        if self.policy.static_shapes:
+            metrics["compilations"] = float(self.execution.compilations.since_last())
         if (peak := self.device.memory().peak_bytes) is not None:
             metrics["peak_memory_gb"] = peak / 1e9
         return {f"train/{name}": value for name, value in metrics.items()}
@@ -144,24 +144,18 @@ class PolicyTrainer:
         )
         tally = Tally(self.policy.data_group)
         for part in self._microbatches(minibatch):
-            rows = minibatch.select(part)
-            loss = microbatch_loss(
-                self.policy, rows, weights[part], self._policy_loss, self.distribution, self.algorithm, tally
-            )
-            loss.backward()
+            self.execution.backward(minibatch.select(part), weights[part], tally)
         loss_tokens = float(minibatch.loss_mask.sum())
         metrics = tally.reduce(loss_tokens) | {"loss_tokens": loss_tokens}
         return metrics | {"excluded_tokens": excluded + metrics.get("excluded_tokens", 0.0)}
 
-    @torch.no_grad()
     def logprobs(self, batch: PackedBatch, *, reference: bool = False, only_loss: bool = False) -> torch.Tensor:
         """Log-probabilities of the labels in this rank's rows (`rank_rows`), with `only_loss` of those under the loss mask
         alone; [R / data ranks, L] float32 on the host, zero elsewhere. Of the policy, or of the reference policy."""
-        model = self.reference if reference else self.policy
         parts = [batch.select(part) for part in self._microbatches(batch)]
-        logprobs = torch.cat([model.logprobs(rows, self.distribution, only_loss=only_loss)[0].cpu() for rows in parts])
-        model.reshard()
-        return logprobs
+        found = [self.execution.logprobs(rows, reference=reference, only_loss=only_loss).cpu() for rows in parts]
+        self.execution.reshard()
+        return torch.cat(found)
 
     def refresh_reference(self) -> None:
         """Make the present policy the reference."""

@@ -72,10 +72,13 @@ class ExecutionConfig(Section):
     mode: Literal["eager", "compile", "graph"] = "eager"
     """One operation after the other (`eager`); every transformer block compiled (`compile`); or whole programs captured
     once per shape (`graph`): forward and backward of a micro-batch, and the update, with one loop over all layers, so that
-    compiling takes no longer for more layers."""
+    compiling takes no longer for more layers. `graph` computes every block again in the backward."""
     eager: Literal["default", "fused", "strict", "debug"] = "default"
-    """TPU, mode eager: operations one by one, gathered and fused by torch_tpu (`fused`), one by one and waited for
-    (`strict`), or with torch_tpu's checks (`debug`)."""
+    """TPU, outside of compiled programs: operations are gathered and fused by torch_tpu (`fused`, DEFER_AND_FUSE), sent one
+    by one (`strict`, DEFER_NEVER), or one by one and each waited for (`debug`, DEFER_NEVER_AND_LAUNCH_BLOCKING); `default`
+    leaves it to torch_tpu."""
+    max_compilations: Positive | None = None
+    """Programs (one for every shape) that a rank may capture or compile; one more ends the run. null: any number."""
     cache: str | None = None
     """Directory that keeps compiled programs from run to run; null: none is kept."""
 

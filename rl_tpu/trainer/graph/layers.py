@@ -103,7 +103,9 @@ def stacked(
 
     cast(name, parameter) is what a layer, or the model around the layers, gets of a parameter.
     """
-    layers = model.layers
+    layers, training = model.layers, model.training
+    # While they train, torchtitan's experts count their tokens in a buffer, and a program changes none.
+    model.eval()
     around = {name: cast(name, parameters[name]) for name, held in layout.names.items() if held == (name,)}
     with stateless._reparametrize_module(model, around | dict(buffers), tie_weights=True):
         model.layers = torch.nn.ModuleDict(
@@ -118,3 +120,4 @@ def stacked(
             yield
         finally:
             model.layers = layers
+            model.train(training)

@@ -18,8 +18,9 @@ from rl_tpu.algorithms.distribution import Distribution
 from rl_tpu.config.schema import AlgorithmConfig, TrainerConfig
 from rl_tpu.trainer.graph.capture import capture
 from rl_tpu.trainer.graph.layers import StackedLayout, stacked
+from rl_tpu.trainer.graph.sharding import Sharding
 from rl_tpu.trainer.graph.update import GraphOptimizer
-from rl_tpu.trainer.kernels.unshard import unshard
+from rl_tpu.trainer.kernels.unshard import accumulate, unshard
 from rl_tpu.trainer.loss import PolicyLoss
 from rl_tpu.trainer.microbatch import microbatch_loss
 from rl_tpu.trainer.policy import Policy
@@ -65,6 +66,8 @@ class Programs:
     Args:
         policy: whose model may be on the meta device: nothing is computed.
         frozen: parameters have `param_dtype` and no gradients (the reference policy).
+        device: where the tensors are that the graphs make themselves.
+        sharding: how ranks share the parameters; the programs are then those of one rank, with the collectives in them.
     """
 
     def __init__(
@@ -74,8 +77,12 @@ class Programs:
         algorithm: AlgorithmConfig,
         distribution: Distribution,
         loss: Literal["policy", "supervised"] = "policy",
+        *,
+        device: torch.device | str = "cpu",
+        sharding: Sharding | None = None,
     ):
-        self._policy = replace(policy, static_shapes=True)
+        self._device, self._sharding = torch.device(device), sharding
+        self._policy = replace(policy, static_shapes=True, device=self._device)
         self._algorithm, self._distribution = algorithm, distribution
         self._loss = PolicyLoss(algorithm) if loss == "policy" else None
         self._dtype = getattr(torch, trainer.param_dtype)
@@ -83,12 +90,7 @@ class Programs:
         self.layout = StackedLayout.of(policy.model)
         shapes = {name: parameter for name, parameter in policy.model.named_parameters()}
         self.parameters = tuple(
-            Value(
-                "parameter",
-                name,
-                (len(held), *shapes[held[0]].shape) if self.layout.is_stack(name) else tuple(shapes[name].shape),
-                torch.float32,
-            )
+            Value("parameter", name, self._shape(name, shapes[held[0]].shape), torch.float32)
             for name, held in self.layout.names.items()
         )
         self._buffers = tuple(_values("buffer", dict(policy.model.named_buffers())))
@@ -105,7 +107,7 @@ class Programs:
             return [logprobs]
 
         result = Value("row", "logprobs", (rows, row_tokens), torch.float32)
-        graph = capture(function, [operand.empty() for operand in operands])
+        graph = capture(function, [operand.empty() for operand in operands], self._device)
         return Program("reference" if frozen else "logprobs", graph, tuple(operands), (result,))
 
     def backward(self, rows: int, row_tokens: int, *, reference: bool = False) -> Program:
@@ -140,17 +142,17 @@ class Programs:
             found = torch.autograd.grad(loss, list(given.all["parameter"].values()))
             entries = tally.entries()
             statistics[:] = entries
-            sums = [total + more for total, more in zip(given.all["gradient"].values(), found, strict=True)]
+            sums = map(accumulate, given.all["gradient"].values(), found)
             return [*sums, *entries.values()]
 
-        graph = capture(function, [operand.empty() for operand in operands])
+        graph = capture(function, [operand.empty() for operand in operands], self._device)
         scalars = [Value("scalar", name, (), torch.float32) for name in statistics]
         return Program("backward", graph, tuple(operands), (*gradients, *scalars))
 
     def update(self) -> Program:
         """Clipping, the optimizer's step, and the norm of the gradient (scalar `grad_norm`). Nothing changes where the norm
         is not finite or the scalar `apply` is 0; the gradients are zero afterwards."""
-        optimizer = GraphOptimizer(self._policy.model, self.layout, self._optimizer)
+        optimizer = GraphOptimizer(self._policy.model, self.layout, self._optimizer, self._sharding)
         gradients = [replace(parameter, kind="gradient") for parameter in self.parameters]
         moments = list(_values("moment", optimizer.moments(self.parameters)))
         scalars = [Value("scalar", name, (), torch.float32) for name in ("learning_rate", "apply")]
@@ -164,9 +166,15 @@ class Programs:
             zeros = [torch.zeros_like(gradient) for gradient in given["gradient"].values()]
             return [*parameters.values(), *zeros, *moments.values(), norm]
 
-        graph = capture(function, [operand.empty() for operand in operands])
+        graph = capture(function, [operand.empty() for operand in operands], self._device)
         norm = Value("scalar", "grad_norm", (), torch.float32)
         return Program("update", graph, tuple(operands), (*self.parameters, *gradients, *moments, norm))
+
+    def _shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the tensor called `name`, or of a rank's share of it, where one parameter has this shape."""
+        rows = self._sharding.share(shape[0]) if self._sharding else shape[0]
+        layers = (len(self.layout.names[name]),) if self.layout.is_stack(name) else ()
+        return (*layers, rows, *shape[1:])
 
     def _weights(self, frozen: bool) -> Sequence[Value]:
         return [replace(parameter, dtype=self._dtype) for parameter in self.parameters] if frozen else self.parameters
@@ -177,7 +185,7 @@ class Programs:
             self.layout,
             given.all["parameter"],
             given.all["buffer"],
-            partial(_unshard, dtype=self._dtype),
+            partial(self._sharding.unshard if self._sharding else _unshard, dtype=self._dtype),
         )
 
 

@@ -1,7 +1,8 @@
 """One loop in a program instead of the same operations again and again: over layers whose parameters are stacked.
 
-Captured, a loop is a `torch.ops.higher_order.scan` node with the body as a graph of its own, which torch_tpu and XLA compile
-once however often it runs. The gradient is a second loop, backwards, that computes each round's body again.
+In a captured graph a loop is a call of `forwards` or `backwards` with the body as a graph of its own, so that a compiler sees
+the body once however often it runs. The gradient is a second loop, the other way round, that computes each round's body
+again.
 """
 
 from __future__ import annotations
@@ -44,6 +45,54 @@ def scan(
         ours, gradient = torch.empty_like(carry), torch.empty_like(carry)
         graphs = reenter_make_fx(forward)(ours, *operands), reenter_make_fx(backward)(gradient, ours, *operands)
     return _Scan.apply(*graphs, count, carry, *stacked, *constants)
+
+
+def forwards(
+    body: Callable[..., Sequence[torch.Tensor]],
+    carry: Sequence[torch.Tensor],
+    stacked: Sequence[torch.Tensor],
+    constants: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """What torch.ops.higher_order.scan computes: body(*carry, *[tensor[i] for tensor in stacked], *constants) gives the next
+    carry and what to stack, for every i. Returns the last carry and the stacks, [rounds, ...] each."""
+    return _loop(body, carry, stacked, constants, range(len(stacked[0])))
+
+
+def backwards(
+    body: Callable[..., Sequence[torch.Tensor]],
+    carry: Sequence[torch.Tensor],
+    stacked: Sequence[torch.Tensor],
+    constants: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """As `forwards`, from the last round to the first."""
+    return _loop(body, carry, stacked, constants, range(len(stacked[0]) - 1, -1, -1))
+
+
+def _loop(body, carry, stacked, constants, order: range) -> tuple[torch.Tensor, ...]:
+    stacks: list[torch.Tensor] = []
+    for index in order:
+        results = body(*carry, *(tensor[index] for tensor in stacked), *constants)
+        carry, found = results[: len(carry)], results[len(carry) :]
+        stacks = stacks or [result.new_empty(len(order), *result.shape) for result in found]
+        for stack, result in zip(stacks, found, strict=True):
+            stack[index] = result
+    return *carry, *stacks
+
+
+def as_calls(graph: torch.fx.Graph) -> None:
+    """Replace torch's scan operators by `forwards` and `backwards`. torch's has no direction: whoever goes backwards flips
+    what goes in and what comes out, which copies it all."""
+    for node in [node for node in graph.nodes if node.target is scan_op]:
+        body, carry, stacked, constants = node.args
+        stacks = [user for user in node.users if user.args[1] >= len(carry)]
+        around = [*stacked, *(flip for stack in stacks for flip in stack.users)]
+        reverse = all(each.target is torch.ops.aten.flip.default for each in around)
+        if reverse:
+            node.args = (body, carry, [each.args[0] for each in stacked], constants)
+            for stack in stacks:
+                for flip in list(stack.users):
+                    flip.replace_all_uses_with(stack)
+        node.target = backwards if reverse else forwards
 
 
 class _Scan(torch.autograd.Function):

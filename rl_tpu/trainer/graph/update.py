@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rl_tpu.config.schema import OptimizerConfig
 from rl_tpu.trainer.graph.layers import StackedLayout
+from rl_tpu.trainer.graph.sharding import Sharding
+from rl_tpu.trainer.muon import Muon
 from rl_tpu.trainer.optimizer import Optimizers, parameter_groups
 
 Tensors = Mapping[str, torch.Tensor]
@@ -20,10 +23,12 @@ STATE = {"AdamW": ("exp_avg", "exp_avg_sq"), "Muon": ("momentum_buffer",)}
 
 
 class GraphOptimizer:
-    """The optimizers that `config` asks for, of parameters that are stacked as `layout` says."""
+    """The optimizers that `config` asks for, of parameters that are stacked as `layout` says, or of a rank's shares."""
 
-    def __init__(self, model: torch.nn.Module, layout: StackedLayout, config: OptimizerConfig):
-        self._max_norm = config.max_grad_norm
+    def __init__(
+        self, model: torch.nn.Module, layout: StackedLayout, config: OptimizerConfig, sharding: Sharding | None = None
+    ):
+        self._max_norm, self._sharding = config.max_grad_norm, sharding
         self._groups: list[tuple[str, list[str], dict[str, Any]]] = []
         for group in parameter_groups(model, config):
             names = [name for name, held in layout.names.items() if re.fullmatch(group.pattern, held[0])]
@@ -52,13 +57,15 @@ class GraphOptimizer:
         """(norm of the gradients, next parameters, next moments): the given ones where the norm is not finite or `apply`
         is 0. Decided on the device, so that no program waits for the host."""
         norm = get_total_norm(list(gradients.values()), foreach=False)
+        if self._sharding:
+            norm = self._sharding.norm(norm)
         new = {name: parameter.clone() for name, parameter in parameters.items()}
         for name, parameter in new.items():
             parameter.grad = gradients[name].clone()
         clip_grads_with_norm_(list(new.values()), self._max_norm, norm, foreach=False)
         after = {name: moment.clone() for name, moment in moments.items()}
         for optimizer, names, settings in self._groups:
-            _step(optimizer, {name: new[name] for name in names}, settings, after, learning_rate)
+            self._update(optimizer, {name: new[name] for name in names}, settings, after, learning_rate)
         after["step"] = moments["step"] + 1
         wanted = norm.isfinite() & (apply > 0)
         chosen = (
@@ -67,20 +74,43 @@ class GraphOptimizer:
         )
         return norm, *chosen
 
+    def _update(
+        self,
+        name: str,
+        parameters: Tensors,
+        settings: dict[str, Any],
+        moments: dict[str, torch.Tensor],
+        rate: torch.Tensor,
+    ) -> None:
+        """Change `parameters` and their `moments` in place."""
+        if not parameters:
+            return
+        options = {"capturable": True, "foreach": False} if name == "AdamW" else {}
+        make = Optimizers._resolve_optimizer_factory(name)
+        if name == "Muon" and self._sharding:
+            make = partial(ShardedMuon, self._sharding, {id(each): own for own, each in parameters.items()})
+        optimizer = make(list(parameters.values()), **settings | options)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for own, parameter in parameters.items():
+            optimizer.state[parameter] = {moment: moments[f"{own}/{moment}"] for moment in STATE[name]}
+            if name == "AdamW":
+                optimizer.state[parameter]["step"] = moments["step"].clone()
+        with (
+            torch.compiler._compile_session_context()
+        ):  # they check what a device can capture, and know no captured CPU
+            optimizer.step()
 
-def _step(
-    name: str, parameters: Tensors, settings: dict[str, Any], moments: dict[str, torch.Tensor], rate: torch.Tensor
-) -> None:
-    """Change `parameters` and their `moments` in place."""
-    if not parameters:
-        return
-    options = {"capturable": True, "foreach": False} if name == "AdamW" else {}
-    optimizer = Optimizers._resolve_optimizer_factory(name)(list(parameters.values()), **settings | options)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    for own, parameter in parameters.items():
-        optimizer.state[parameter] = {moment: moments[f"{own}/{moment}"] for moment in STATE[name]}
-        if name == "AdamW":
-            optimizer.state[parameter]["step"] = moments["step"].clone()
-    with torch.compiler._compile_session_context():  # they check what a device can capture, and know no captured CPU
-        optimizer.step()
+
+class ShardedMuon(Muon):
+    """Of a rank's shares of stacked matrices: they are gathered to find their directions, which every rank does alike."""
+
+    def __init__(self, sharding: Sharding, names: Mapping[int, str], *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self._sharding, self._names = sharding, names
+
+    def step_of(self, parameter: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+        if moments.ndim > 3:  # shares of experts: every matrix is whole
+            return super().step_of(parameter, moments)
+        whole = self._sharding.gathered(self._names[id(parameter)], moments)
+        return self._sharding.own(super().step_of(parameter, whole))
