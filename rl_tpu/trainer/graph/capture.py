@@ -28,7 +28,7 @@ def capture(
     asks torch.autograd for included. The graph takes the tensors in that order, changes none of them and returns a list.
 
     Operations that write into their operands become ones that do not; attention becomes matrix products and a softmax;
-    assertions about values are left out.
+    assertions about values, and marks for profilers, are left out.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, sdpa_kernel(SDPBackend.MATH):
         fakes = [fake_like(mode, example, device) for example in examples]
@@ -56,10 +56,11 @@ def _as_view(operation: OpOverload) -> OpOverload:
 
 def _clean(module: GraphModule) -> None:
     graph = module.graph
-    for node in graph.nodes:
-        if node.target in _CHECKS:
+    for node in reversed(graph.nodes):
+        if node.target in _CHECKS or getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)
-        elif node.target in _NOTHING:
+    for node in graph.nodes:
+        if node.target in _NOTHING:
             node.replace_all_uses_with(node.args[0])
         elif isinstance(node.target, OpOverload) and node.target.namespace == "aten":
             node.target = _as_view(node.target)
