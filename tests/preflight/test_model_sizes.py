@@ -66,6 +66,7 @@ def test_key_values_of_a_token_are_what_transformers_keeps_of_one():
 def test_reference_and_muon_are_counted():
     options = [
         "algorithm.kl.coefficient=0.1",
+        "trainer.execution.mode=eager",
         "trainer.offload_reference=true",
         "trainer.optimizer.name=muon",
         "++rollout.server_options.kv_cache_dtype=fp8_e5m2",

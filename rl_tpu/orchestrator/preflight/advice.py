@@ -36,10 +36,12 @@ class Advice:
 def advise(config: RunConfig, memory: Memory, assess_trainer: Assess, assess_rollout: Assess) -> list[Advice]:
     """What was tried for every side that does not fit: at most two changes each, the second one on top of the first.
 
-    Each is verified by asking for the verdict with it. `assess_rollout` need not compile anything.
+    Each is verified by asking for the verdict with it. `assess_rollout` need not compile anything. Nothing is tried for a
+    program that the compiler refuses for another reason than memory.
     """
     found = []
-    if not all(program.fits for program in memory.trainer):
+    refused = any(program.is_refused for program in memory.trainer)
+    if not refused and not all(program.fits for program in memory.trainer):
         candidates = trainer_candidates(config, memory)
         found += _tries("trainer", candidates, assess_trainer, trainer_need, memory)
     if not memory.rollout.fits:
@@ -49,14 +51,12 @@ def advise(config: RunConfig, memory: Memory, assess_trainer: Assess, assess_rol
 
 def trainer_candidates(config: RunConfig, memory: Memory) -> Iterator[str]:
     """Overrides in the order of what they usually give. What makes only activations smaller is left out where the state
-    alone is too large."""
+    alone is too large; so is trainer.activation_checkpointing, for the compiled programs compute every block again anyway."""
     trainer, worst = config.trainer, memory.worst
     state = sum(size for name, size in worst.parts.items() if name != "activations")
     if state < worst.limit:
         if trainer.kernels.attention == "plain":
             yield "trainer.kernels.attention=splash"
-        if trainer.activation_checkpointing != "full":
-            yield "trainer.activation_checkpointing=full"
         if trainer.kernels.head == "plain":
             yield "trainer.kernels.head=fused"
         if trainer.microbatch_tokens is not None and trainer.microbatch_tokens >= 2 * min(trainer.row_tokens):
@@ -64,7 +64,7 @@ def trainer_candidates(config: RunConfig, memory: Memory) -> Iterator[str]:
         if max(trainer.row_tokens) > config.max_sample_tokens:
             shorter = sorted({min(tokens, config.max_sample_tokens) for tokens in trainer.row_tokens})
             yield f"trainer.row_tokens=[{','.join(map(str, shorter))}]"
-    if memory.sizes.reference and not trainer.offload_reference:
+    if memory.sizes.reference and not trainer.offload_reference and trainer.execution.mode != "graph":
         yield "trainer.offload_reference=true"
     if trainer.optimizer.name == "adamw":
         yield "trainer.optimizer.name=muon"

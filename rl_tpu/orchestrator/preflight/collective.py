@@ -43,7 +43,7 @@ class ProbeRank(TrainerRank):
 
         deadline = time.monotonic() + timeout_s
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        store = self._meet(timeout_s)
+        store = self._store = self._meet(timeout_s)  # others may still look into it when this rank has given up
         store.set(f"here/{rank}", "")
         if missing := [other for other in range(ranks) if not _comes(store, f"here/{other}", deadline)]:
             return Sum(missing=missing)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from rich.console import Console
 
 from rl_tpu.config.compose import check_command_line, load_config, resource
 from rl_tpu.config.schema import RunConfig
@@ -21,9 +19,10 @@ from rl_tpu.orchestrator.preflight.advice import advise
 from rl_tpu.orchestrator.preflight.chart import draw_memory
 from rl_tpu.orchestrator.preflight.environment import check_environment
 from rl_tpu.orchestrator.preflight.memory import Memory, assess
-from rl_tpu.orchestrator.preflight.model import find_model, measure
+from rl_tpu.orchestrator.preflight.model import ModelSizes, find_model, measure
 from rl_tpu.orchestrator.preflight.report import Findings
 from rl_tpu.orchestrator.preflight.topology import generation_of, topology_of
+from rl_tpu.tpu import programs
 from rl_tpu.tpu.report import CompiledProgram
 from rl_tpu.tracking import RunDirectory
 from rl_tpu.tracking.json_files import to_json, write_atomically
@@ -74,11 +73,24 @@ def run_preflight(arguments: Sequence[str]) -> Findings:
     RunDirectory(directory).create()
     findings.checks = check_environment(config, findings.sizes, directory)
     console.print(report.environment_table(findings.checks))
+
+    def write() -> None:
+        findings.seconds = time.monotonic() - started
+        write_atomically(directory / "preflight.json", to_json(findings.to_json(), indent=2) + "\n")
+
     if topology:
-        _compile(findings, load, config, console)
+        if config.trainer.execution.mode != "graph":
+            mode = config.trainer.execution.mode
+            console.print(f"compiling the programs of trainer.execution.mode=graph; {mode} may keep more in memory")
+        compiler = Compiler(findings, load, lambda text: console.print(text, style="dim", soft_wrap=True, markup=False))
+        compiler.judge(config)
         draw_memory(findings.memory, directory / "memory.png", f"{config.name}, {topology}")
-    findings.seconds = time.monotonic() - started
-    write_atomically(directory / "preflight.json", to_json(findings.to_json(), indent=2) + "\n")
+        console.print(report.program_table(findings.programs, topology), report.memory_table(findings.memory), sep="\n")
+        for line in report.rollout_lines(findings.memory):
+            console.print(line, soft_wrap=True)
+        write()  # what follows may take as long again
+        findings.advice = advise(config, findings.memory, compiler.with_trainer, compiler.with_rollout)
+    write()
     for line in report.verdict_lines(findings):
         console.print(line, soft_wrap=True, markup=False)
     console.print(f"written to {directory} in {findings.seconds:.0f} s", soft_wrap=True)
@@ -102,35 +114,36 @@ class Overrides:
         return load_config([*self._overrides, *more], self._directories)
 
 
-def _compile(findings: Findings, load: Overrides, config: RunConfig, console: Console) -> None:
-    """Compile, judge, and look for what helps where it does not fit."""
-    from rl_tpu.tpu.programs import compile_programs, wanted_programs
+class Compiler:
+    """Compiles the run's programs, as it is configured and with further overrides."""
 
-    device_bytes = generation_of(config).hbm_bytes
+    def __init__(self, findings: Findings, load: Overrides, progress: Callable[[str], None]):
+        self._findings, self._load, self._progress = findings, load, progress
 
-    def progress(text: str) -> None:
-        console.print(text, style="dim", soft_wrap=True, markup=False)
+    def judge(self, config: RunConfig) -> None:
+        """Programs and memory of the run, into the findings."""
+        whole = config.model_copy(update={"preflight": config.preflight.model_copy(update={"only": []})})
+        asked_for = {each.name for each in programs.wanted_programs(config)}
+        left_out = [each.name for each in programs.wanted_programs(whole) if each.name not in asked_for]
+        self._findings.left_out = tuple(dict.fromkeys(left_out))
+        self._findings.programs = self._compiled(config)
+        self._findings.memory = self._memory(config, self._findings.sizes, self._findings.programs)
 
-    def compiled(chosen: RunConfig) -> list[CompiledProgram]:
-        return compile_programs(chosen, findings.model.directory, topology=findings.topology, progress=progress)
+    def with_trainer(self, more: Sequence[str]) -> Memory:
+        """The verdict with `more` overrides, compiled anew."""
+        self._progress(f"trying {' '.join(more)}")
+        config = self._load(more)
+        return self._memory(config, measure(config, self._findings.model.directory), self._compiled(config))
 
-    def with_trainer(more: Sequence[str]) -> Memory:
-        progress(f"trying {' '.join(more)}")
-        chosen = load(more)
-        return assess(chosen, measure(chosen, findings.model.directory), compiled(chosen), device_bytes)
+    def with_rollout(self, more: Sequence[str]) -> Memory:
+        """The verdict with `more` overrides that change no program."""
+        config = self._load(more)
+        return self._memory(config, measure(config, self._findings.model.directory), self._findings.programs)
 
-    def with_rollout(more: Sequence[str]) -> Memory:
-        chosen = load(more)
-        return assess(chosen, measure(chosen, findings.model.directory), findings.programs, device_bytes)
+    def _compiled(self, config: RunConfig) -> list[CompiledProgram]:
+        directory = self._findings.model.directory
+        return programs.compile_programs(config, directory, topology=topology_of(config), progress=self._progress)
 
-    whole = config.model_copy(update={"preflight": config.preflight.model_copy(update={"only": []})})
-    asked_for = {program.name for program in wanted_programs(config)}
-    findings.left_out = tuple({each.name: None for each in wanted_programs(whole) if each.name not in asked_for})
-    findings.programs = compiled(config)
-    findings.memory = assess(config, findings.sizes, findings.programs, device_bytes)
-    console.print(
-        report.program_table(findings.programs, findings.topology), report.memory_table(findings.memory), sep="\n"
-    )
-    for line in report.rollout_lines(findings.memory):
-        console.print(line, soft_wrap=True)
-    findings.advice = advise(config, findings.memory, with_trainer, with_rollout)
+    @staticmethod
+    def _memory(config: RunConfig, sizes: ModelSizes, compiled: Sequence[CompiledProgram]) -> Memory:
+        return assess(config, sizes, compiled, generation_of(config).hbm_bytes)

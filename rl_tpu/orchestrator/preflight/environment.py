@@ -163,7 +163,7 @@ def _on_hosts(config: RunConfig, sizes: ModelSizes, run_dir: Path) -> Iterator[C
     except (UserError, RunError, Missing) as error:
         yield Check("collective", "failed", str(error))
     else:
-        text = f"{len(ranks.actors)} ranks on {len(_one_per_host(ranks.facts))} host(s), {seconds * 1e3:.1f} ms"
+        text = f"{len(ranks.actors)} rank(s) on {len(_one_per_host(ranks.facts))} host(s), {seconds * 1e3:.1f} ms"
         yield Check("collective", "ok", f"{text}, backend {device.distributed_backend}")
 
 

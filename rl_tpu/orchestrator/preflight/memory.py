@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -46,6 +47,11 @@ class ProgramMemory:
     @property
     def fits(self) -> bool:
         return self.peak is not None and self.peak <= self.limit
+
+    @property
+    def is_refused(self) -> bool:
+        """It did not compile, and not for want of memory."""
+        return self.error is not None and not re.search(r"hbm|memory|resource_exhausted", self.error, re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,11 @@ def verdict_lines(findings: Findings) -> list[str]:
         change = " ".join(each.overrides)
         result = "then it fits" if each.fits else "not enough"
         lines.append(f"{each.side}: {each.before}; with {change}: {each.after}: {result}")
-    if findings.memory and not findings.memory.fits and not any(each.fits for each in findings.advice):
-        lines.append("no setting that was tried mends it; what else helps: more chips, a smaller model, shorter rows")
+    for side in dict.fromkeys(each.side for each in findings.advice):
+        if not any(each.fits for each in findings.advice if each.side == side):
+            lines.append(
+                f"{side}: nothing that was tried suffices; more chips, a smaller model or shorter samples will"
+            )
     if findings.left_out:
         lines.append(f"not compiled, by preflight.only: {', '.join(findings.left_out)}")
     failed = [check.name for check in findings.checks if check.status == "failed"]
