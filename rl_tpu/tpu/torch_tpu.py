@@ -60,7 +60,9 @@ def to_stablehlo(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> str:
         if node.kwargs.get("device") is not None:  # constants name the device that they were captured on
             node.kwargs = {**node.kwargs, "device": torch.device("tpu")}
     graph.recompile()
-    mode = execution_mode.set_eager_mode(execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is experimental
+        mode = execution_mode.set_eager_mode(execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH)
     with mode, torch.no_grad(), silent_libraries():  # at every operation it says that there is no device
         arguments = [tpu_torch_compile.placeholder(list(each.shape), each.dtype, False) for each in inputs]
         results = EagerLikeFxInterpreter(graph).run(*(argument.clone() for argument in arguments))

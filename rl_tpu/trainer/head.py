@@ -9,9 +9,12 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common import Linear
 
 from rl_tpu.algorithms.distribution import Distribution
-from rl_tpu.algorithms.logprobs import VocabularyShard, hidden_logprobs
+from rl_tpu.algorithms.logprobs import CHUNK_LOGITS, VocabularyShard, hidden_logprobs
 from rl_tpu.errors import UserError
 from rl_tpu.trainer.kernels.fused_logprobs import fused_logprobs
+
+STATIC_CHUNK_LOGITS = 1 << 27
+"""Logits worked on at a time where every chunk becomes a part of the program (512 MiB in float32)."""
 
 
 class LogprobHead(Linear):
@@ -48,7 +51,15 @@ class LogprobHead(Linear):
         if places is not None:
             hidden = hidden.index_select(0, places)
         if self.tiles is None:
-            return hidden_logprobs(hidden, weight, labels, distribution, entropy_gradient=entropy_gradient, shard=shard)
+            return hidden_logprobs(
+                hidden,
+                weight,
+                labels,
+                distribution,
+                entropy_gradient=entropy_gradient,
+                shard=shard,
+                chunk_logits=CHUNK_LOGITS if places is not None else STATIC_CHUNK_LOGITS,
+            )
         if distribution.truncated:
             raise UserError(
                 f"trainer.kernels.head: fused computes the whole softmax, not rollout.top_p={distribution.top_p} and"

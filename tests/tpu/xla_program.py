@@ -20,6 +20,7 @@ from test_preset_gradients import configured, groups_of
 from tiny_policy import OneRank, learning
 
 from rl_tpu.algorithms.aggregation import token_weights
+from rl_tpu.config.schema import ExecutionConfig
 from rl_tpu.orchestrator.experience import make_experience
 from rl_tpu.trainer.step import PolicyTrainer
 from rl_tpu.types import PackedBatch
@@ -41,20 +42,23 @@ def step(trainer: PolicyTrainer, batch: PackedBatch, weights: torch.Tensor, case
     from rl_tpu.tpu.execute import execute
     from rl_tpu.tpu.partition import Partition
     from rl_tpu.trainer.graph.programs import WEIGHTS, Program, Programs
+    from rl_tpu.trainer.model import build_policy
 
-    model, config = trainer.policy.model, trainer.config
-    programs = Programs(trainer.policy, config, trainer.algorithm, trainer.distribution)
+    # A model of its own, that nothing has wrapped.
+    config = trainer.config.model_copy(update={"execution": ExecutionConfig(mode="graph")})
+    policy = build_policy(trainer.model_dir, trainer.device, torch.device("cpu"), config)
+    programs = Programs(policy, config, trainer.algorithm, trainer.distribution)
     data, tensor = case.get("data", 1), case.get("tensor", 1)
     partition = Partition(None, interpret=True)
     if data * tensor > 1:
         partition = Partition.over(jax.devices()[: data * tensor], tensor, interpret=True)
     rows = partition.rows(ROWS // data)
-    layout, named = programs.layout, dict(model.named_parameters())
-    parameters = stacked(layout, named)
+    layout, named = programs.layout, dict(trainer.policy.model.named_parameters())
+    parameters = stacked(layout, {name: whole(parameter) for name, parameter in named.items()})
     given = {
         "parameter": parameters,
         "gradient": {name: torch.zeros_like(parameter) for name, parameter in parameters.items()},
-        "buffer": dict(model.named_buffers()),
+        "buffer": dict(policy.model.named_buffers()),
         "row": batch.tensors() | {WEIGHTS: weights},
     }
 
