@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from rl_tpu.errors import RunError, UserError
 
@@ -89,8 +91,14 @@ class PolicyCheckpointer:
         refreshed = self._reference is not None and self._reference.refreshed
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            states = {
+                name: each.state_dict() if hasattr(each, "state_dict") else each
+                for name, each in self._states(refreshed).items()
+            }
             writing = self._manager.dcp_save(
-                self._states(refreshed), checkpoint_id=str(directory), async_mode=self._manager.async_mode
+                tree_map_only(DTensor, _at_offset_0, states),
+                checkpoint_id=str(directory),
+                async_mode=self._manager.async_mode,
             )
         except _BAD_FILES as error:
             raise _not_written(self._directory, error) from error
@@ -139,6 +147,22 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         torch.set_rng_state(state["torch"].cpu())
+
+
+def _at_offset_0(tensor: DTensor) -> DTensor:
+    """The same tensor. A DTensor whose part lies within a larger tensor claims its place in there, but has no storage: a copy
+    of it fails in torch 2.13.0's staging."""
+    local = tensor.to_local()
+    same = DTensor.from_local(
+        local.new_empty(0),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    same._local_tensor = local
+    return same
 
 
 def _not_written(directory: Path, error: BaseException) -> RunError:

@@ -46,3 +46,10 @@ def close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], relati
         torch.allclose(ours[name], theirs[name], rtol=0, atol=relative * float(theirs[name].abs().max()))
         for name in ours
     )
+
+
+def far(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Distance between all tensors together, relative to their size."""
+    assert ours.keys() == theirs.keys()
+    total = sum(float((ours[name] - theirs[name]).double().norm() ** 2) for name in ours)
+    return (total / sum(float(theirs[name].double().norm() ** 2) for name in ours)) ** 0.5

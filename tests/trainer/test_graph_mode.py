@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import MODELS, family_model
-from ranks import close, equal
+from ranks import close, equal, far
 from tiny_policy import gradients, make_samples, one_rank
 
 from rl_tpu.config.compose import load_config
@@ -138,13 +138,6 @@ def test_several_updates(model_dirs, settings):
         torch.testing.assert_close(numbers, eager.numbers[name], rtol=0, atol=10 * tolerance, msg=name)
     assert far(graph.first, eager.first) < tolerance
     assert far(graph.last, eager.last) < 10 * tolerance
-
-
-def far(ours: Tensors, theirs: Tensors) -> float:
-    """Distance between all weights, relative to their size."""
-    assert ours.keys() == theirs.keys()
-    total = sum(float((ours[name] - theirs[name]).double().norm() ** 2) for name in ours)
-    return math.sqrt(total / sum(float(theirs[name].double().norm() ** 2) for name in ours))
 
 
 SLOW = {name: [] if name == "qwen3_moe mixed tied" else [pytest.mark.slow] for name in MODELS}

@@ -55,6 +55,8 @@ def forwards(
 ) -> tuple[torch.Tensor, ...]:
     """What torch.ops.higher_order.scan computes: body(*carry, *[tensor[i] for tensor in stacked], *constants) gives the next
     carry and what to stack, for every i. Returns the last carry and the stacks, [rounds, ...] each."""
+    if torch.compiler.is_dynamo_compiling():  # which would write out every round
+        return tuple(scan_op(body, list(carry), list(stacked), tuple(constants)))
     return _loop(body, carry, stacked, constants, range(len(stacked[0])))
 
 
@@ -65,6 +67,9 @@ def backwards(
     constants: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     """As `forwards`, from the last round to the first."""
+    if torch.compiler.is_dynamo_compiling():
+        results = forwards(body, carry, [tensor.flip(0) for tensor in stacked], constants)
+        return *results[: len(carry)], *(stack.flip(0) for stack in results[len(carry) :])
     return _loop(body, carry, stacked, constants, range(len(stacked[0]) - 1, -1, -1))
 
 
