@@ -29,12 +29,13 @@ def test_two_ranks_learn_what_they_do_eagerly(tmp_path, model, optimizer):
     run_ranks(2, [model_dir, optimizer, tmp_path], tmp_path, PROGRAM)
     ranks = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2)]
     eager, graph = (ranks[0][mode] for mode in ("eager", "graph"))
+    tolerance = 1e-5 if optimizer == "adamw" else 1e-4  # Muon rounds to bfloat16
     for ours, theirs in zip(graph["metrics"], eager["metrics"], strict=True):
         for name in ("loss", "grad_norm", "entropy", "reference_kl", "approx_kl", "loss_tokens", "skipped_updates"):
-            assert ours[f"train/{name}"] == pytest.approx(theirs[f"train/{name}"], rel=1e-4, abs=1e-6), name
+            assert ours[f"train/{name}"] == pytest.approx(theirs[f"train/{name}"], rel=10 * tolerance, abs=tolerance), (
+                name
+            )
     assert close(graph["gradient"], eager["gradient"], 1e-5)
-    # Muon rounds to bfloat16.
-    tolerance = 1e-5 if optimizer == "adamw" else 1e-3
     for state in ("after", "next"):
         assert far(graph[state], eager[state]) < tolerance, state
     assert equal(graph["published"], graph["after"])

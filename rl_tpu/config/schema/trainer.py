@@ -76,7 +76,7 @@ class ExecutionConfig(Section):
     eager: Literal["default", "fused", "strict", "debug"] = "default"
     """TPU, outside of compiled programs: operations are gathered and fused by torch_tpu (`fused`, DEFER_AND_FUSE), sent one
     by one (`strict`, DEFER_NEVER), or one by one and each waited for (`debug`, DEFER_NEVER_AND_LAUNCH_BLOCKING); `default`
-    leaves it to torch_tpu."""
+    leaves it to torch_tpu, whose version 0.2.0 sends them one by one."""
     max_compilations: Positive | None = None
     """Programs (one for every shape) that a rank may capture or compile; one more ends the run. null: any number."""
     cache: str | None = None
