@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,14 @@ import jax
 from jax.experimental import topologies
 
 from rl_tpu.devices.generations import Generation
+from rl_tpu.tpu import hlo
 from rl_tpu.tpu.execute import jit
+from rl_tpu.tpu.flops import count_flops
 from rl_tpu.tpu.offline import silent_libraries
 from rl_tpu.tpu.partition import Partition, jax_dtype
 from rl_tpu.tpu.report import CompiledProgram
 from rl_tpu.tpu.torch_tpu import PINNED
+from rl_tpu.tpu.traffic import Traffic, count_traffic
 from rl_tpu.trainer.graph.layers import StackedLayout
 from rl_tpu.trainer.graph.programs import Program, Value
 
@@ -53,12 +57,15 @@ class TpuCompiler:
             if (found := self._cached(key)) is not None:
                 return found
             started = time.perf_counter()
-            error, executable = None, None
-            try:
-                executable = lowered.compile()
-            except jax.errors.JaxRuntimeError as failure:
-                error = shortened(str(failure))
-            seconds = time.perf_counter() - started
+            executable, error, figures = None, None, _nothing()
+            with tempfile.TemporaryDirectory() as directory:
+                try:
+                    executable = lowered.compile(compiler_options=hlo.written_to(directory))
+                except jax.errors.JaxRuntimeError as failure:
+                    error = shortened(str(failure))
+                seconds = time.perf_counter() - started
+                if executable:
+                    figures = self._figures(program, executable, count_traffic(hlo.text_in(directory)))
         result = CompiledProgram(
             name=program.name,
             rows=rows,
@@ -68,10 +75,29 @@ class TpuCompiler:
             cached=False,
             limit_bytes=int(self._generation.hbm_bytes * GRANTED),
             program_hash=key,
-            **(_figures(executable, self._generation) if executable else _nothing()),
+            **figures,
         )
         self._remember(result)
         return result
+
+    def _figures(self, program: Program, executable: Any, traffic: Traffic) -> dict[str, Any]:
+        memory = executable.memory_analysis()
+        sizes = {
+            "argument_bytes": memory.argument_size_in_bytes,
+            "temporary_bytes": memory.temp_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes,
+            "alias_bytes": memory.alias_size_in_bytes,
+        }
+        one_device = self.partition.manual and any(value.kind == "row" for value in program.operands)
+        flops = count_flops(program.graph) / (1 if one_device else self._ranks)
+        return sizes | {
+            "total_bytes": sum(sizes.values()) - 2 * sizes["alias_bytes"],
+            "flops": flops,
+            "bytes_accessed": traffic.bytes_accessed,
+            "collectives": traffic.collectives,
+            "compute_s": flops / self._generation.peak_flops,
+            "memory_s": traffic.bytes_accessed / self._generation.hbm_bandwidth,
+        }
 
     def _operand(self, value: Value) -> jax.ShapeDtypeStruct:
         """All devices' operand, of which a program over rows may name one device's."""
@@ -97,25 +123,6 @@ class TpuCompiler:
             path = self._cache / f"{result.program_hash}.json"
             path.with_suffix(".part").write_text(json.dumps(result.to_json()))
             path.with_suffix(".part").rename(path)
-
-
-def _figures(executable: Any, generation: Generation) -> dict[str, Any]:
-    memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
-    sizes = {
-        "argument_bytes": memory.argument_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "alias_bytes": memory.alias_size_in_bytes,
-    }
-    flops, accessed = cost.get("flops"), cost.get("bytes accessed")
-    return sizes | {
-        "total_bytes": sum(sizes.values()) - 2 * sizes["alias_bytes"],
-        "flops": flops,
-        "bytes_accessed": accessed,
-        "collectives": {},
-        "compute_s": flops / generation.peak_flops if flops else None,
-        "memory_s": accessed / generation.hbm_bandwidth if accessed else None,
-    }
 
 
 def _nothing() -> dict[str, Any]:
