@@ -41,11 +41,15 @@ class TpuDevice(Device):
 
         _loader.load()
         try:
-            return torch.device("tpu")
+            device = torch.device("tpu")
         except RuntimeError:
             raise RunError(
                 "torch_tpu found no TPU on this host (it looks for Google's PCI devices with an entry in /dev/vfio)"
             ) from None
+        from rl_tpu.tpu.runtime import register_kernels  # imports JAX, which the driver does without
+
+        register_kernels()
+        return device
 
     def memory(self) -> MemoryUse:
         return MemoryUse(None, None, None)  # torch_tpu 0.2.0 has no memory statistics
