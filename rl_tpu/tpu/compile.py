@@ -7,7 +7,7 @@ import json
 import re
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ from rl_tpu.trainer.graph.programs import Program, Value
 
 GRANTED = 0.975
 """Share of a device's memory that the compiler lets a program use: 94.74 of 96 GiB on TPU7x, 31.25 of 32 on v6e."""
+FAILURE = "No feasible span count for single input all reduce scatter fusion"
+"""libtpu 0.0.52 gives up on some shapes, for example on the embedding of Qwen3-0.6B over four devices ..."""
+WITHOUT_FAILURE = {"xla_tpu_enable_all_reduce_scatter_fusion": False}
+"""... and compiles them without that fusion."""
 LONGEST_ERROR = 400
 """Characters of a compiler's message that are kept."""
 
@@ -57,15 +61,12 @@ class TpuCompiler:
             if (found := self._cached(key)) is not None:
                 return found
             started = time.perf_counter()
-            executable, error, figures = None, None, _nothing()
-            with tempfile.TemporaryDirectory() as directory:
-                try:
-                    executable = lowered.compile(compiler_options=hlo.written_to(directory))
-                except jax.errors.JaxRuntimeError as failure:
-                    error = shortened(str(failure))
-                seconds = time.perf_counter() - started
-                if executable:
-                    figures = self._figures(program, executable, count_traffic(hlo.text_in(directory)))
+            flags: dict[str, bool] = {}
+            error, figures = self._attempt(program, lowered, flags)
+            if error and FAILURE in error:
+                flags = WITHOUT_FAILURE
+                error, figures = self._attempt(program, lowered, flags)
+            seconds = time.perf_counter() - started
         result = CompiledProgram(
             name=program.name,
             rows=rows,
@@ -74,11 +75,21 @@ class TpuCompiler:
             compile_s=seconds,
             cached=False,
             limit_bytes=int(self._generation.hbm_bytes * GRANTED),
+            compiler_flags=tuple(f"--{name}={str(value).lower()}" for name, value in flags.items()),
             program_hash=key,
             **figures,
         )
         self._remember(result)
         return result
+
+    def _attempt(self, program: Program, lowered: Any, flags: dict[str, bool]) -> tuple[str | None, dict[str, Any]]:
+        """The compiler's error, if any, and its figures."""
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                executable = lowered.compile(compiler_options=hlo.written_to(directory) | flags)
+            except jax.errors.JaxRuntimeError as failure:
+                return shortened(str(failure)), _nothing()
+            return None, self._figures(program, executable, count_traffic(hlo.text_in(directory)))
 
     def _figures(self, program: Program, executable: Any, traffic: Traffic) -> dict[str, Any]:
         memory = executable.memory_analysis()
@@ -108,7 +119,8 @@ class TpuCompiler:
     def _key(self, text: str) -> str:
         # Names of source files and lines do not make another program.
         text = re.sub(r"loc\(.*?\)|#loc.*", "", text)
-        about = json.dumps([self.topology, self._ranks, sorted(PINNED.items())])
+        figures = [field.name for field in fields(CompiledProgram)]  # another version may write others
+        about = json.dumps([self.topology, self._ranks, sorted(PINNED.items()), figures])
         return hashlib.blake2b((about + text).encode(), digest_size=16).hexdigest()
 
     def _cached(self, key: str) -> CompiledProgram | None:

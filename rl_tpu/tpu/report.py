@@ -52,6 +52,8 @@ class CompiledProgram:
     """`flops` at the chip's peak."""
     memory_s: float | None
     """`bytes_accessed` at the chip's peak bandwidth."""
+    compiler_flags: tuple[str, ...]
+    """What it had to be told to compile this; a run on TPUs needs the same in LIBTPU_INIT_ARGS."""
     program_hash: str
     """Of program, topology and versions: the key of the cache."""
 
@@ -68,4 +70,4 @@ class CompiledProgram:
     def from_json(cls, values: Mapping[str, Any]) -> CompiledProgram:
         """What `to_json` gave. Raises TypeError for other fields."""
         collectives = {kind: (int(count), int(size)) for kind, (count, size) in values["collectives"].items()}
-        return cls(**{**values, "collectives": collectives})
+        return cls(**{**values, "collectives": collectives, "compiler_flags": tuple(values["compiler_flags"])})

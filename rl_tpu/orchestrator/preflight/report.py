@@ -170,6 +170,11 @@ def rollout_lines(memory: Memory) -> list[str]:
 def verdict_lines(findings: Findings) -> list[str]:
     """The end of the report, one sentence each."""
     lines = [f"{program.label} does not compile: {program.error}" for program in findings.programs if program.error]
+    flags = sorted({flag for program in findings.programs for flag in program.compiler_flags})
+    if flags:
+        lines.append(
+            f"libtpu fails on a program without these flags, so set them on the TPU: LIBTPU_INIT_ARGS={' '.join(flags)!r}"
+        )
     for each in findings.advice:
         change = " ".join(each.overrides)
         result = "then it fits" if each.fits else "not enough"
