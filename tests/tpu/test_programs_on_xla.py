@@ -14,26 +14,29 @@ from family_models import family_model
 
 TESTS = Path(__file__).parents[1]
 DAPO = "algorithm=dapo"
-CASES = {
-    "grpo": {"model": "qwen3 tied", "overrides": ["algorithm=grpo", "algorithm.kl.coefficient=0.1"]},
-    "dapo": {"model": "qwen3", "overrides": [DAPO]},
-    "dr_grpo": {"model": "qwen3 tied", "overrides": ["algorithm=dr_grpo", "algorithm.entropy_coefficient=0.01"]},
-    "gspo": {"model": "qwen3 tied", "overrides": ["algorithm=gspo"]},
-    "cispo": {"model": "qwen3 tied", "overrides": ["algorithm=cispo"]},
-    "rloo": {"model": "qwen3 tied", "overrides": ["algorithm=rloo"]},
-    "reinforce_pp": {"model": "qwen3 tied", "overrides": ["algorithm=reinforce_pp"]},
+QWEN3, TIED = {"model": "qwen3"}, {"model": "qwen3 tied"}
+KERNELS = ["trainer.kernels.attention=splash", "trainer.kernels.head=fused"]
+STEPS = {
+    "dapo": QWEN3 | {"overrides": [DAPO]},
     "experts": {"model": "qwen3_moe", "overrides": [DAPO, "trainer.kernels.experts=grouped"]},
     "llama": {"model": "llama", "overrides": [DAPO]},
-    "muon": {"model": "qwen3 tied", "overrides": [DAPO, "trainer.optimizer.name=muon"]},
-    "kernels": {
-        "model": "qwen3",
-        "overrides": [DAPO, "trainer.kernels.attention=splash", "trainer.kernels.head=fused"],
-    },
-    "fsdp 4": {"model": "qwen3", "overrides": [DAPO], "data": 4},
-    "tensor 2": {"model": "qwen3", "overrides": [DAPO], "tensor": 2},
-    "fsdp 4 x tensor 2": {"model": "qwen3", "overrides": [DAPO], "data": 4, "tensor": 2},
-    "bfloat16": {"model": "qwen3", "overrides": [DAPO, "trainer.param_dtype=bfloat16"]},
+    "muon": TIED | {"overrides": [DAPO, "trainer.optimizer.name=muon"]},
+    "fsdp 4 x tensor 2": QWEN3 | {"overrides": [DAPO], "data": 4, "tensor": 2},
+    "bfloat16": QWEN3 | {"overrides": [DAPO, "trainer.param_dtype=bfloat16"]},
 }
+"""Whole steps."""
+BATCHES = {
+    "grpo": TIED | {"overrides": ["algorithm=grpo", "algorithm.kl.coefficient=0.1"]},
+    "dr_grpo": TIED | {"overrides": ["algorithm=dr_grpo", "algorithm.entropy_coefficient=0.01"]},
+    "gspo": TIED | {"overrides": ["algorithm=gspo"]},
+    "cispo": TIED | {"overrides": ["algorithm=cispo"]},
+    "rloo": TIED | {"overrides": ["algorithm=rloo"]},
+    "reinforce_pp": TIED | {"overrides": ["algorithm=reinforce_pp"]},
+    "fsdp 4, kernels": QWEN3 | {"overrides": [DAPO, *KERNELS], "data": 4},
+    "tensor 2": QWEN3 | {"overrides": [DAPO], "tensor": 2},
+}
+"""Forward and backward alone."""
+CASES = {name: case | {"whole_step": name in STEPS} for name, case in (STEPS | BATCHES).items()}
 
 
 @pytest.fixture(scope="module")
@@ -64,25 +67,28 @@ EXACT = [name for name in CASES if name != "bfloat16"]
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_log_probabilities_loss_and_gradients_are_the_trainers(results, name):
+def test_loss_and_gradients_are_the_trainers(results, name):
     xla, eager = results[name]["xla"], results[name]["eager"]
-    torch.testing.assert_close(xla["logprobs"]["logprobs"], eager["logprobs"]["logprobs"], rtol=1e-5, atol=1e-5)
-    assert float(xla["statistics"]["total/loss"]) == pytest.approx(
-        float(eager["statistics"]["loss"]), rel=1e-5, abs=1e-7
-    )
+    loss = float(eager["statistics"]["loss"])
+    assert float(xla["statistics"]["total/loss"]) == pytest.approx(loss, rel=1e-5, abs=1e-7)
     assert xla["gradients"].keys() == eager["gradients"].keys()
     for parameter, gradient in eager["gradients"].items():
         assert gradient.norm() > 0
         assert distance(xla["gradients"][parameter], gradient) < 1e-5, parameter
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_parameters_after_an_update_are_the_trainers(results, name):
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "bfloat16"])
+def test_log_probabilities_and_the_parameters_after_an_update_are_the_trainers(results, name):
     xla, eager, before = (results[name][kind] for kind in ("xla", "eager", "before"))
+    torch.testing.assert_close(xla["logprobs"]["logprobs"], eager["logprobs"]["logprobs"], rtol=1e-5, atol=1e-5)
     assert float(xla["norm"]["norm"]) == pytest.approx(float(eager["norm"]["norm"]), rel=1e-5)
     for parameter, value in eager["parameters"].items():
-        assert distance(value, before["parameters"][parameter]) > 1e-5  # it moved
-        assert distance(xla["parameters"][parameter], value) < 1e-5, parameter
+        old, ours = before["parameters"][parameter], xla["parameters"][parameter]
+        assert distance(value, old) > 1e-5  # it moved
+        if name == "muon" and parameter.startswith("layers"):  # its iteration is in bfloat16, as its authors have it
+            assert distance(ours - old, value - old) < 0.03, parameter
+        else:
+            assert distance(ours, value) < 1e-5, parameter
 
 
 def test_bfloat16_is_as_far_from_float32_as_the_trainers(results):

@@ -3,8 +3,8 @@
 usage: python xla_program.py MODELS_DIR OUT.pt CASE ...
 
 A CASE is JSON: `model` (directory under MODELS_DIR), `overrides` (of the configuration), `data` and `tensor` (the mesh;
-without them one device). OUT.pt holds, by CASE, what both computed: statistics and gradients of a micro-batch of four rows,
-log-probabilities, and parameters after an update.
+without them one device), `whole_step`. OUT.pt holds, by CASE, what both computed: statistics and gradients of a micro-batch
+of four rows, and for a whole step log-probabilities and the parameters after an update.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rl_tpu.trainer.step import PolicyTrainer
 from rl_tpu.types import PackedBatch
 
 ROWS = 4
+LEARNING = ["trainer.optimizer.learning_rate=0.001", "trainer.optimizer.warmup_steps=0"]  # far enough to be seen
 Tensors = dict[str, torch.Tensor]
 
 
@@ -67,17 +69,21 @@ def step(trainer: PolicyTrainer, batch: PackedBatch, weights: torch.Tensor, case
         return execute(program, layout, operands, partition)
 
     reference = batch.reference_logprobs is not None
-    xla = {"logprobs": {"logprobs": run(programs.logprobs(rows, batch.row_tokens))["row", "logprobs"]}}
     found = run(programs.backward(rows, batch.row_tokens, reference=reference))
-    xla["statistics"] = {name: value for (kind, name), value in found.items() if kind == "scalar"}
-    xla["gradients"] = {name: value for (kind, name), value in found.items() if kind == "gradient"}
-
+    xla = {
+        "statistics": {name: value for (kind, name), value in found.items() if kind == "scalar"},
+        "gradients": {name: value for (kind, name), value in found.items() if kind == "gradient"},
+    }
     eager = {"logprobs": {"logprobs": trainer.logprobs(batch, only_loss=True)}}
     metrics = trainer.backward(batch)
     eager["statistics"] = {name: torch.tensor(value) for name, value in metrics.items()}
     eager["gradients"] = stacked(layout, {name: whole(parameter.grad) for name, parameter in named.items()})
-    metrics = trainer.optimizer.step()
+    if not case.get("whole_step"):
+        return {"xla": xla, "eager": eager}
 
+    found = run(programs.logprobs(rows, batch.row_tokens))
+    xla["logprobs"] = {"logprobs": found["row", "logprobs"]}
+    metrics = trainer.optimizer.step()
     update = programs.update()
     given["gradient"] = eager["gradients"]
     given["moment"] = {v.name: torch.zeros(v.shape) for v in update.operands if v.kind == "moment"}
@@ -100,7 +106,9 @@ def main() -> None:
     results = {}
     for text in cases:
         case = json.loads(text)
-        config = configured("grpo", "trainer.row_tokens=[128]", "trainer.microbatch_tokens=512", *case["overrides"])
+        config = configured(
+            "grpo", "trainer.row_tokens=[128]", "trainer.microbatch_tokens=512", *LEARNING, *case["overrides"]
+        )
         with learning(config, models / case["model"]) as trainer:
             groups = groups_of(seed=1, noise=0.3)
             (batch,), _ = asyncio.run(make_experience(groups, config, OneRank(trainer)))
@@ -108,7 +116,9 @@ def main() -> None:
             weights = token_weights(
                 batch.loss_mask, batch.sample_ids, config.algorithm.aggregation, config.rollout.max_response_tokens
             )
+            started = time.perf_counter()
             results[text] = step(trainer, batch, weights, case)
+            print(f"{time.perf_counter() - started:5.1f} s  {text}", flush=True)
     torch.save(results, out)
 
 
