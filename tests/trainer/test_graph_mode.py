@@ -14,7 +14,7 @@ from ranks import close, equal, far
 from tiny_policy import gradients, make_samples, one_rank
 
 from rl_tpu.config.compose import load_config
-from rl_tpu.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig
+from rl_tpu.config.schema import AlgorithmConfig, KernelConfig, KLConfig, OptimizerConfig
 from rl_tpu.trainer.packing import pack
 from rl_tpu.trainer.step import PolicyTrainer
 from rl_tpu.types import PackedBatch
@@ -160,6 +160,25 @@ def test_every_family(tmp_path, name):
     assert far(weights, learnt) < 1e-5
     files = [sorted(path.name for path in (tmp_path / mode).iterdir()) for mode in MODES]
     assert files[0] == files[1]
+
+
+@pytest.mark.slow
+def test_kernels_are_parts_of_programs(tmp_path):
+    """Where there is no TPU their operators are computed by plain PyTorch."""
+    family_model("qwen3_moe").save_pretrained(tmp_path)
+    batch = pack(make_samples(14), [128], 1, 128)
+    kernels = KernelConfig(
+        attention="splash", head="fused", experts="grouped", attention_block_q=128, attention_block_kv=128
+    )
+    found = {}
+    for mode, options in (("eager", {}), ("graph", {"kernels": kernels})):
+        algorithm = AlgorithmConfig(entropy_coefficient=0.01)
+        with trainer_in(mode, tmp_path, algorithm, row_tokens=[128], **options) as trainer:
+            found[mode] = trainer.logprobs(batch), trainer.backward(batch), taken(trainer)
+    (expected, metrics, theirs), (logprobs, ours, slopes) = found["eager"], found["graph"]
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+    assert ours == pytest.approx(metrics, rel=1e-5, abs=1e-5)
+    assert close(slopes, theirs, 1e-5)
 
 
 @pytest.fixture(scope="module")
