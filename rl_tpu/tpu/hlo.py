@@ -91,15 +91,13 @@ class Module:
     entry: Computation
 
     def rounds(self, loop: Instruction) -> int:
-        """How often a `while` runs its body: as the compiler says, or up to the only whole number in its condition, as JAX
-        counts from 0 by 1; 1 where neither is there."""
+        """How often a `while` runs its body: as the compiler says, or up to the largest whole number in its condition, as
+        JAX counts from 0 by 1 (a TPU compares the upper half of 64 bits with 0 first); 1 where neither is there."""
         if known := _KNOWN_TRIPS.search(loop.attributes):
             return int(known[1])
         condition = self.computations[_CONDITION.search(loop.attributes)[1]].instructions.values()
-        limits = [
-            int(each.inside) for each in condition if each.opcode == "constant" and re.match(r"[su]\d", each.type)
-        ]
-        return limits[0] if len(limits) == 1 else 1
+        whole = (each for each in condition if each.opcode == "constant" and re.match(r"[su]\d", each.type))
+        return max((int(each.inside) for each in whole), default=1)
 
 
 def parse(text: str) -> Module:
