@@ -43,9 +43,9 @@ class CompiledProgram:
     limit_bytes: int
     """Memory of one device that a program may use."""
     flops: float | None
-    """Floating-point operations."""
+    """Floating-point operations of matrix products, by the captured graph, what is computed again included."""
     bytes_accessed: float | None
-    """Bytes read from and written to the device's memory."""
+    """Bytes read from and written to the device's large memory, an estimate from the compiler's text."""
     collectives: dict[str, tuple[int, int]]
     """Kind of collective (`all-gather`, ...) to how many and how many bytes in all."""
     compute_s: float | None

@@ -33,6 +33,7 @@ def compiled(name: str, total: int | None, limit: int = 94 * GIB, **more: Any) -
         "cached": False,
         "limit_bytes": limit,
         "collectives": {"all-gather": (2, 1000)},
-        "compiler_flags": (), "program_hash": f"{name}-{total}",
+        "compiler_flags": (),
+        "program_hash": f"{name}-{total}",
     }
     return CompiledProgram(**fixed | figures | more)

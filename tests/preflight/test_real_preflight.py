@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -16,8 +15,6 @@ SHORT = [
     "rollout.max_response_tokens=384",
     "rollout.context_tokens=512",
     "algorithm.overlong_buffer_tokens=64",
-    "algorithm.kl.coefficient=0.1",
-    "algorithm.old_logprobs=recompute",
     "evaluation=none",
     "trainer.row_tokens=[512]",
     "trainer.kernels.attention=plain",
@@ -37,9 +34,17 @@ WIDE = {
 """Matrices that a TPU's tiles of 8 x 128 hold without padding, on four devices too."""
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-def test_a_tiny_model_compiles_fits_and_is_found_in_the_cache(tmp_path):
+ALL_PROGRAMS = ["algorithm.kl.coefficient=0.1", "algorithm.old_logprobs=recompute"]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([], {"backward", "update"}),
+        pytest.param(ALL_PROGRAMS, {"backward", "logprobs", "reference", "update"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_tiny_model_compiles_fits_and_is_found_in_the_cache(tmp_path, more, expected):
     config = Qwen3Config(architectures=["Qwen3ForCausalLM"], **WIDE)
     config.save_pretrained(tmp_path / "model")
 
@@ -49,14 +54,15 @@ def test_a_tiny_model_compiles_fits_and_is_found_in_the_cache(tmp_path):
             f"preflight.cache={tmp_path / 'cache'}",
             f"run_dir={tmp_path / run}",
         ]
-        command = [sys.executable, "-m", "rl_tpu.preflight", *SHORT, *options]
+        command = [sys.executable, "-m", "rl_tpu.preflight", *SHORT, *more, *options]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads((tmp_path / run / "preflight.json").read_text())
 
     first = preflight("first")
     programs = {program["name"]: program for program in first["programs"]}
-    assert set(programs) == {"backward", "logprobs", "reference", "update"}
+    assert set(programs) == expected
+    assert all(program["collectives"] for program in first["programs"] if program["name"] == "backward")
     sizes = first["memory"]["sizes"]
     state = 2 * sizes["gradients"] + sizes["moments"]  # as large as the weights are without their rotary tables
     assert programs["update"]["argument_bytes"] == pytest.approx(state, rel=0.05)
