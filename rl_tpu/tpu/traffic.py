@@ -5,7 +5,8 @@ are an estimate:
 
 - what stands outside fusions reads its operands and writes its results, once each, in the device's memory alone: what the
   compiler keeps in a TPU's vector memory costs nothing. A matrix product that reads its tiles again costs more than that.
-- slices, gathers and updates of a part cost that part. XLA updates in place, also where a fusion ends with it.
+- slices, gathers and updates of a part cost that part, except for gathers on sparse cores, which count with their whole
+  operand. XLA updates in place, also where a fusion ends with it.
 - a kernel costs what it says of itself (Pallas' cost estimate), where it says something.
 - padding to tiles is not counted; of a conditional every branch is; a loop without a constant end runs once.
 """
