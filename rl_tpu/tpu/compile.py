@@ -144,7 +144,8 @@ def _nothing() -> dict[str, Any]:
 
 
 def shortened(message: str) -> str:
-    """The sentence of a compiler's message that says what is wrong."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    text = " ".join(lines)
+    """What a compiler's message says is wrong, without its status code and where to read more."""
+    text = " ".join(message.split())
+    text = re.sub(r"^(?:[A-Z_]+: )?(?:E\d+: )?", "", text)
+    text = re.split(r" (?:HLO module:|See https)", text)[0]
     return text if len(text) <= LONGEST_ERROR else text[: LONGEST_ERROR - 3] + "..."

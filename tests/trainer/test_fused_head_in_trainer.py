@@ -7,6 +7,7 @@ import torch
 from tiny_policy import gradients, make_samples, one_rank, trainer_config
 
 from rl_tpu.algorithms.distribution import Distribution
+from rl_tpu.config.compose import load_config
 from rl_tpu.config.schema import AlgorithmConfig, KernelConfig, ParallelConfig
 from rl_tpu.devices import CpuDevice
 from rl_tpu.errors import UserError
@@ -79,3 +80,18 @@ def test_a_divided_vocabulary_is_refused():
     assert head_tiles(trainer_config(parallel=ParallelConfig(tensor=2))) is None
     with pytest.raises(UserError, match=r"trainer\.kernels\.head: fused .* trainer\.parallel\.tensor 2"):
         head_tiles(trainer_config(kernels=FUSED, parallel=ParallelConfig(tensor=2)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("rollout.top_p=0.9", "rollout.top_p 0.9"),
+        ("rollout.top_k=20", "top_k 20"),
+        ("trainer.parallel.tensor=2", "trainer.parallel.tensor 2"),
+        ("trainer.kernels.head_block_tokens=100", "trainer.kernels.head_block_tokens 100 is not a multiple of 128"),
+    ],
+)
+def test_settings_that_the_kernel_has_not_are_refused_before_anything_starts(setting, words):
+    load_config(["+experiment=quickstart", "trainer.kernels.head=fused"])
+    with pytest.raises(UserError, match=words):
+        load_config(["+experiment=quickstart", "trainer.kernels.head=fused", setting])
