@@ -37,6 +37,10 @@ class Device(ABC):
     """The fastest implementation torchtitan's optimizer container can use: `fused`, `foreach` or `for-loop`."""
     compile_backend: ClassVar[str] = "inductor"
     """What `torch.compile` compiles with."""
+    compiler_packages: ClassVar[tuple[str, ...]] = ("torch",)
+    """Whose versions its programs depend on."""
+    program_cache_variable: ClassVar[str] = "TORCHINDUCTOR_CACHE_DIR"
+    """Environment variable that names the directory in which the compiler keeps programs."""
     pins_memory: ClassVar[bool] = True
     """Host memory can be pinned, for copies to the device that overlap with computing."""
     dynamic_shapes: ClassVar[bool] = False
@@ -64,11 +68,24 @@ class Device(ABC):
             UserError: only a TPU knows other ways than `default`.
         """
         if eager != "default":
-            raise UserError(f"trainer.execution.eager {eager} is torch_tpu's: with cluster.device {self.name} use default")
+            raise UserError(
+                f"trainer.execution.eager {eager} is torch_tpu's: with cluster.device {self.name} use default"
+            )
 
     def compile_graph(self, graph: GraphModule) -> Callable[..., Any]:
         """What computes a captured graph of static shapes on this device."""
         return graph
+
+    def programs(self) -> dict[str, int]:
+        """Programs that this process has compiled (`cache_misses`) and, where the compiler tells, that it has found in the
+        directory of `program_cache_variable` instead (`cache_hits`)."""
+        from torch._dynamo.utils import counters  # takes a second
+
+        count = counters["inductor"]
+        return {
+            "cache_hits": count["fxgraph_cache_hit"],
+            "cache_misses": count["fxgraph_cache_miss"] + count["fxgraph_cache_bypass"],
+        }
 
     @abstractmethod
     def torchtitan_module(self) -> Any:

@@ -6,7 +6,7 @@ import pytest
 from jobs import read_rows
 
 SETTINGS = [
-    "trainer.steps=40",
+    "trainer.steps=12",
     "evaluation=none",
     "trainer.execution.mode=graph",
     "trainer.execution.max_compilations=3",
@@ -23,10 +23,10 @@ def test_a_job_that_runs_programs(ranks, start_job, tmp_path):
     assert code == 0, output
     assert job.left_behind() == []
     rows = read_rows(run_dir)
-    assert [row["train/compilations"] for row in rows] == [2] + [0] * 39, "backward and update"
-    assert len({row["train/tokens"] for row in rows}) > 20, "lengths differ from step to step"
+    assert [row["train/compilations"] for row in rows] == [2] + [0] * 11, "backward and update"
+    assert len({row["train/tokens"] for row in rows}) > 6, "lengths differ from step to step"
     for row in rows:
         assert (row["sync/checked_engines"], row["sync/failed_engines"]) == (1, 0)
         assert row["train/logprob_diff_mean"] < 1e-3
         assert row["train/skipped_updates"] == 0
-    assert (run_dir / "exports").is_dir()
+    assert (run_dir / "final" / "model.safetensors").is_file()

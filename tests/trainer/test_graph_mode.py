@@ -101,7 +101,7 @@ def story(trainer: PolicyTrainer) -> Story:
 
 SETTINGS = [
     pytest.param((True, "adamw", "float32"), id="tied"),
-    pytest.param((False, "muon", "float32"), id="untied, Muon"),
+    pytest.param((False, "muon", "float32"), id="untied, Muon", marks=pytest.mark.slow),
     pytest.param((False, "adamw", "bfloat16"), id="bfloat16"),
 ]
 
@@ -147,9 +147,10 @@ SLOW = {name: [] if name == "qwen3_moe mixed tied" else [pytest.mark.slow] for n
 def test_every_family(tmp_path, name):
     family_model(name).save_pretrained(tmp_path)
     (batch,) = minibatches(1)
+    optimizer = OptimizerConfig(name="muon" if "mixed" in name else "adamw", learning_rate=1e-3)
     found = {}
     for mode in MODES:
-        with trainer_in(mode, tmp_path) as trainer:
+        with trainer_in(mode, tmp_path, optimizer=optimizer) as trainer:
             metrics, slopes = trainer.backward(batch), taken(trainer)
             trainer.update(batch)
             trainer.export_hf(tmp_path / mode)
@@ -157,7 +158,7 @@ def test_every_family(tmp_path, name):
     (expected, theirs, learnt), (metrics, ours, weights) = found["eager"], found["graph"]
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert close(ours, theirs, 1e-5)
-    assert far(weights, learnt) < 1e-5
+    assert far(weights, learnt) < (1e-4 if optimizer.name == "muon" else 1e-5)
     files = [sorted(path.name for path in (tmp_path / mode).iterdir()) for mode in MODES]
     assert files[0] == files[1]
 
