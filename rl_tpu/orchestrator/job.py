@@ -29,6 +29,7 @@ from rl_tpu.orchestrator.state import Checkpoints, load_state
 from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.tracking import RunDirectory, Tracker
+from rl_tpu.trainer import program_cache
 from rl_tpu.trainer.group import TrainerGroup
 from weight_sync import remove_segments, remove_stale_segments
 
@@ -47,6 +48,7 @@ def run_job(config: RunConfig) -> None:
         describe(config, directory.path)
         return
     check_machine(config)
+    program_cache.check_writable(config)
     interrupt_by_sigterm()
     inputs = read_inputs(config)
     state = load_state(checkpoint, inputs.train_prompts) if checkpoint else None

@@ -18,6 +18,7 @@ from rl_tpu.orchestrator.state import Checkpoints
 from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.tracking import Tracker, rollout_metrics
+from rl_tpu.trainer import program_cache
 from rl_tpu.trainer.group import TrainerGroup
 from rl_tpu.types import Group, Prompt, SamplingParams
 
@@ -58,6 +59,7 @@ async def train(run: Run) -> None:
     """
     config, timer = run.config, run.tracker.timer
     position: dict[str, Any] | None = run.collector.state()
+    first = run.step
     try:
         await synchronise(run)
         if run.step == 0:
@@ -84,6 +86,8 @@ async def train(run: Run) -> None:
                     with timer("train"):
                         # What both measure is there of the whole step.
                         metrics |= await run.trainer.learn(batches) | prepared
+                    if step == first and (programs := program_cache.summary(config, metrics)):
+                        run.tracker.message(programs)
                     run.step += 1
                     if due(run.step, config.algorithm.kl.refresh_steps):
                         await run.trainer.refresh_reference()

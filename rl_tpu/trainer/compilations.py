@@ -1,7 +1,8 @@
-"""Which programs a rank had to capture or compile, and how many it may."""
+"""Which programs a rank had to capture or compile, how many it may, and how many were kept from earlier runs."""
 
 from __future__ import annotations
 
+from rl_tpu.devices import Device
 from rl_tpu.errors import RunError
 
 
@@ -35,3 +36,16 @@ class Compilations:
         """How many were new since this was last asked."""
         new, self._reported = len(self._made) - self._reported, len(self._made)
         return new
+
+
+class KeptPrograms:
+    """Programs that the device's compiler made, and that it found in its directory (`trainer.execution.cache`)."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._reported = device.programs()
+
+    def since_last(self) -> dict[str, float]:
+        """`cache_misses` and, where the compiler tells, `cache_hits`, since this was last asked."""
+        before, self._reported = self._reported, self._device.programs()
+        return {name: float(count - before[name]) for name, count in self._reported.items()}

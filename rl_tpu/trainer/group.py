@@ -15,15 +15,19 @@ from ray.exceptions import RayActorError, RayTaskError
 from rl_tpu.config.schema import ClusterConfig, RunConfig
 from rl_tpu.devices import get_device
 from rl_tpu.errors import RunError, UserError
+from rl_tpu.trainer import program_cache
 from rl_tpu.trainer.packing import imbalance, padding_share, shared_share
 from rl_tpu.trainer.rank import Place, TrainerRank, arrays_of
 from rl_tpu.types import PackedBatch
 
 CLOSE_TIMEOUT_S = 10.0
 PEAK_MEMORY = "train/peak_memory_gb"
-COUNTS = tuple(
-    f"train/{name}"
-    for name in ("tokens", "loss_tokens", "excluded_tokens", "skipped_updates", "early_stops", "compilations")
+CACHE = ("train/cache_hits", "train/cache_misses")
+"""Each rank's own, unlike other counts."""
+COUNTS = (
+    *(f"train/{name}" for name in ("tokens", "loss_tokens", "excluded_tokens", "skipped_updates", "early_stops")),
+    "train/compilations",
+    *CACHE,
 )
 GRACE_S = 5.0
 """How long the other ranks get to finish a call that failed on one of them."""
@@ -74,7 +78,7 @@ class TrainerGroup:
         """The optimizer steps of one rollout step: `algorithm.epochs` passes over `minibatches`, in order; metrics
         `train/*` of them all (`merge_metrics`)."""
         results = await self._all("learn", ray.put([arrays_of(minibatch) for minibatch in minibatches]))
-        metrics = merge_metrics([_worst_memory(step) for step in zip(*results, strict=True)])
+        metrics = merge_metrics([_over_ranks(step) for step in zip(*results, strict=True)])
         return metrics | self._packing(minibatches)
 
     async def logprobs(self, batches: Sequence[PackedBatch], *, reference: bool = False) -> list[torch.Tensor]:
@@ -219,6 +223,7 @@ def rank_environments(config: RunConfig, places: Sequence[Place]) -> list[dict[s
             master_port=places[0].port,
             chips=trainer_chips(cluster, hosts.index(place.node)),
         )
+        | program_cache.environment(config)
         for rank, place in enumerate(places)
     ]
 
@@ -228,10 +233,11 @@ def trainer_chips(cluster: ClusterConfig, host: int) -> list[int]:
     return list(range(min(cluster.chips_per_host, cluster.trainer_chips - host * cluster.chips_per_host)))
 
 
-def _worst_memory(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of one step, which all ranks agree on but for their own memory."""
+def _over_ranks(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of one step, which all ranks agree on but for their own memory and programs."""
     peaks = {name: max(rank[name] for rank in ranks) for name in ranks[0] if name == PEAK_MEMORY}
-    return ranks[0] | peaks
+    programs = {name: sum(rank[name] for rank in ranks) for name in ranks[0] if name in CACHE}
+    return ranks[0] | peaks | programs
 
 
 def merge_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from rl_tpu.config.schema import AlgorithmConfig, TrainerConfig
 from rl_tpu.devices import get_device, prepare_torchtitan
 from rl_tpu.errors import RunError
 from rl_tpu.trainer import checkpoint, export, process_group
+from rl_tpu.trainer.compilations import KeptPrograms
 from rl_tpu.trainer.layout import Layout
 from rl_tpu.trainer.packing import rank_rows, rows_per_microbatch
 from rl_tpu.trainer.tally import Tally
@@ -62,6 +63,7 @@ class PolicyTrainer:
         self._max_response_tokens = max_response_tokens
         self._skipped_in_a_row = 0
         self.device = get_device(device)
+        self._kept_programs = KeptPrograms(self.device) if config.execution.cache else None
         torch.set_num_threads(config.threads_per_rank)
         torch.manual_seed(seed)
         prepare_torchtitan(self.device)
@@ -125,6 +127,8 @@ class PolicyTrainer:
         metrics["tokens_per_s"] = metrics["tokens"] / (time.perf_counter() - started)
         if self.policy.static_shapes:
             metrics["compilations"] = float(self.execution.compilations.since_last())
+        if self._kept_programs:
+            metrics |= self._kept_programs.since_last()
         if (peak := self.device.memory().peak_bytes) is not None:
             metrics["peak_memory_gb"] = peak / 1e9
         return {f"train/{name}": value for name, value in metrics.items()}

@@ -80,7 +80,9 @@ class ExecutionConfig(Section):
     max_compilations: Positive | None = None
     """Programs (one for every shape) that a rank may capture or compile; one more ends the run. null: any number."""
     cache: str | None = None
-    """Directory that keeps compiled programs from run to run; null: none is kept."""
+    """Directory that keeps compiled programs from run to run, on every host; `auto`: programs/ in RL_TPU_CACHE (default
+    ~/.cache/rl_tpu). A run looks among those of its own versions and topology. CPU and CUDA compile in mode `compile` alone.
+    null: none is kept."""
 
 
 class KernelConfig(Section):
