@@ -84,8 +84,19 @@ def test_on_a_tpu_the_first_rank_counts_what_appears_in_the_directory(monkeypatc
     (tmp_path / "below" / "new").touch()
     assert programs.since_last() == {"cache_misses": 1}
     assert programs.since_last() == {"cache_misses": 0}
+    config = run_config(tmp_path, tmp_path, **V7X)
+    says = f"programs: 3 new in the cache {program_cache.directory(config)}"
+    assert program_cache.summary(config, {"train/cache_misses": 3.0}) == says
     monkeypatch.setenv("RANK", "1")
-    assert KeptPrograms(device).since_last() == {"cache_misses": 0}
+    programs = KeptPrograms(device)
+    (tmp_path / "below" / "newest").touch()
+    assert programs.since_last() == {"cache_misses": 0}
+
+
+def test_without_a_directory_nothing_is_said(tmp_path):
+    config = run_config(tmp_path, None)
+    program_cache.check_writable(config)
+    assert program_cache.summary(config, {}) is None
 
 
 @pytest.fixture
