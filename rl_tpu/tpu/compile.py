@@ -89,7 +89,11 @@ class TpuCompiler:
                 executable = lowered.compile(compiler_options=hlo.written_to(directory) | flags)
             except jax.errors.JaxRuntimeError as failure:
                 return shortened(str(failure)), _nothing()
-            return None, self._figures(program, executable, count_traffic(hlo.text_in(directory)))
+            try:
+                traffic = count_traffic(hlo.text_in(directory))
+            except ValueError:  # another libtpu may write another text, which says nothing about the program
+                traffic = Traffic(None, {})
+            return None, self._figures(program, executable, traffic)
 
     def _figures(self, program: Program, executable: Any, traffic: Traffic) -> dict[str, Any]:
         memory = executable.memory_analysis()
@@ -99,15 +103,16 @@ class TpuCompiler:
             "output_bytes": memory.output_size_in_bytes,
             "alias_bytes": memory.alias_size_in_bytes,
         }
+        accessed = traffic.bytes_accessed
         one_device = self.partition.manual and any(value.kind == "row" for value in program.operands)
         flops = count_flops(program.graph) / (1 if one_device else self._ranks)
         return sizes | {
             "total_bytes": sum(sizes.values()) - 2 * sizes["alias_bytes"],
             "flops": flops,
-            "bytes_accessed": traffic.bytes_accessed,
+            "bytes_accessed": accessed,
             "collectives": traffic.collectives,
             "compute_s": flops / self._generation.peak_flops,
-            "memory_s": traffic.bytes_accessed / self._generation.hbm_bandwidth,
+            "memory_s": accessed / self._generation.hbm_bandwidth if accessed is not None else None,
         }
 
     def _operand(self, value: Value) -> jax.ShapeDtypeStruct:

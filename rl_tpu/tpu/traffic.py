@@ -38,8 +38,8 @@ _ESTIMATE = re.compile(r'"bytes_accessed":\s*"?(\d+)')
 class Traffic:
     """Of one device, for one run of a program."""
 
-    bytes_accessed: float
-    """Read from and written to the device's memory."""
+    bytes_accessed: float | None
+    """Read from and written to the device's memory; None where it could not be told."""
     collectives: dict[str, tuple[int, int]]
     """Kind to how many, and how many bytes in all: of each the larger of what goes in and what comes out."""
 
