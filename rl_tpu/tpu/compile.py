@@ -16,8 +16,8 @@ from jax.experimental import topologies
 
 from rl_tpu.devices.generations import Generation
 from rl_tpu.tpu import hlo
-from rl_tpu.tpu.execute import jit
 from rl_tpu.tpu.flops import count_flops
+from rl_tpu.tpu.jit import jit
 from rl_tpu.tpu.offline import silent_libraries
 from rl_tpu.tpu.partition import Partition, jax_dtype
 from rl_tpu.tpu.report import CompiledProgram

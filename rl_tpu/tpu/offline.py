@@ -1,4 +1,4 @@
-"""How JAX and libtpu are told that there is no device to look for: imported before either."""
+"""How libtpu is told that there is no device to look for: imported before it is loaded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is executed is executed there
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu would ask the cloud which machine it is on, and wait
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # compiling takes no chip: others may compile, or compute
 

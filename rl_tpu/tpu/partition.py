@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import rl_tpu.tpu.offline  # noqa: F401  before JAX
 from rl_tpu.tpu.kernels import KERNELS
 from rl_tpu.tpu.kernels.base import Kernel
 

@@ -65,7 +65,6 @@ class Programs:
 
     Args:
         policy: whose model may be on the meta device: nothing is computed.
-        frozen: parameters have `param_dtype` and no gradients (the reference policy).
         device: where the tensors are that the graphs make themselves.
         sharding: how ranks share the parameters; the programs are then those of one rank, with the collectives in them.
     """

@@ -36,7 +36,7 @@ class GraphOptimizer:
 
     def moments(self, parameters: Sequence[Any]) -> dict[str, torch.Tensor]:
         """What the optimizers remember, empty on the meta device: `name/moment` as the parameter of that name, and
-        `step/AdamW`, the number of updates so far."""
+        `step`, the number of updates so far."""
         shapes = {parameter.name: parameter.shape for parameter in parameters}
         moments = {
             f"{name}/{moment}": torch.empty(shapes[name], device="meta")
@@ -96,9 +96,8 @@ class GraphOptimizer:
             optimizer.state[parameter] = {moment: moments[f"{own}/{moment}"] for moment in STATE[name]}
             if name == "AdamW":
                 optimizer.state[parameter]["step"] = moments["step"].clone()
-        with (
-            torch.compiler._compile_session_context()
-        ):  # they check what a device can capture, and know no captured CPU
+        # Optimizers check what a device can capture, and do not know of captures on a CPU.
+        with torch.compiler._compile_session_context():
             optimizer.step()
 
 
