@@ -17,8 +17,6 @@ SHORT = [
     "algorithm.overlong_buffer_tokens=64",
     "evaluation=none",
     "trainer.row_tokens=[512]",
-    "trainer.kernels.attention=plain",
-    "trainer.kernels.head=plain",
 ]
 
 WIDE = {
