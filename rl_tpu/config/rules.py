@@ -230,11 +230,7 @@ def _fused_head(config: RunConfig) -> Iterator[str]:
 
 
 def _execution(config: RunConfig) -> Iterator[str]:
-    trainer, device = config.trainer, config.cluster.device
-    if trainer.execution.eager != "default" and device != "tpu":
-        yield (
-            f"trainer.execution.eager {trainer.execution.eager} is torch_tpu's: with cluster.device {device} use default"
-        )
+    trainer = config.trainer
     if trainer.execution.mode != "graph":
         return
     alone = {

@@ -46,6 +46,12 @@ class Device(ABC):
     dynamic_shapes: ClassVar[bool] = False
     """Programs may depend on the data: padding is left out and attention goes segment by segment. Else every shape is
     that of the packed rows, for devices that compile one program per shape."""
+    eager_modes: ClassVar[tuple[str, ...]] = ("default",)
+    """Values of `trainer.execution.eager` that it knows."""
+    compiled_ahead: ClassVar[bool] = False
+    """Programs can be compiled for slices of it on a machine that has none."""
+    package_extra: ClassVar[str] = ""
+    """Optional dependencies of this package that it needs."""
     chip_resource: ClassVar[str | None]
     """Ray's resource name of one chip; None where a chip is only a share of the cores."""
 
@@ -62,12 +68,12 @@ class Device(ABC):
         """Return once everything launched on the device has finished."""
 
     def prepare_execution(self, eager: str) -> None:
-        """Choose how this process's operations are sent to the device, by `trainer.execution.eager`, before the first one.
+        """Choose how this process's operations are sent to the device, by `trainer.execution.eager`, before the first one."""
+        self.check_eager(eager)
 
-        Raises:
-            UserError: only a TPU knows other ways than `default`.
-        """
-        if eager != "default":
+    def check_eager(self, eager: str) -> None:
+        """UserError where it does not know this value of `trainer.execution.eager`."""
+        if eager not in self.eager_modes:
             raise UserError(
                 f"trainer.execution.eager {eager} is torch_tpu's: with cluster.device {self.name} use default"
             )

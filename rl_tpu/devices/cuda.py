@@ -14,6 +14,7 @@ class CudaDevice(Device):
     name = "cuda"
     distributed_backend = "cuda:nccl,cpu:gloo"
     optimizer_implementation = "fused"
+    package_extra = "gpu"
     chip_resource = "GPU"
 
     def torch_device(self, local_rank: int) -> torch.device:

@@ -35,6 +35,9 @@ class TpuDevice(Device):
     compiler_packages = ("torch", "torch_tpu", "libtpu")
     program_cache_variable = "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"
     pins_memory = False
+    eager_modes = ("default", *EAGER_MODES)
+    compiled_ahead = True
+    package_extra = "tpu"
     chip_resource = "TPU"
 
     def torch_device(self, local_rank: int) -> torch.device:

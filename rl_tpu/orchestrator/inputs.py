@@ -83,7 +83,7 @@ def check_names(config: RunConfig) -> None:
     Raises:
         UserError: one does not; the known names are listed.
     """
-    get_device(config.cluster.device)
+    get_device(config.cluster.device).check_eager(config.trainer.execution.eager)
     make_plan(config.reward)
     find_environment(config.environment)
     find_objective(config.algorithm.objective)

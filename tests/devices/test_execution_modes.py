@@ -13,6 +13,7 @@ from rl_tpu.config.compose import load_config
 from rl_tpu.config.schema import ExecutionConfig
 from rl_tpu.devices import get_device
 from rl_tpu.errors import UserError
+from rl_tpu.orchestrator.inputs import check_names
 
 SET_THEM = """
 import torch
@@ -48,14 +49,14 @@ def test_other_devices_know_one_way(name):
     with pytest.raises(
         UserError, match=f"trainer.execution.eager fused is torch_tpu's: with cluster.device {name} use"
     ):
-        get_device(name).prepare_execution("fused")
+        get_device(name).check_eager("fused")
 
 
 @pytest.mark.parametrize("mode", sorted(set(ExecutionConfig.model_fields["eager"].annotation.__args__) - {"default"}))
 def test_a_run_elsewhere_is_refused(mode):
     with pytest.raises(UserError, match=f"trainer.execution.eager {mode} is torch_tpu's"):
-        load_config(["+experiment=quickstart", f"trainer.execution.eager={mode}"])
-    load_config(["+experiment=qwen3_4b_dapo", f"trainer.execution.eager={mode}"])
+        check_names(load_config(["+experiment=quickstart", f"trainer.execution.eager={mode}"]))
+    check_names(load_config(["+experiment=qwen3_4b_dapo", f"trainer.execution.eager={mode}"]))
 
 
 @pytest.mark.parametrize(

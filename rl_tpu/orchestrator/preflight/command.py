@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rl_tpu.config.compose import check_command_line, load_config, resource
 from rl_tpu.config.schema import RunConfig
+from rl_tpu.devices import get_device
 from rl_tpu.errors import UserError
 from rl_tpu.orchestrator.inputs import check_names
 from rl_tpu.orchestrator.interrupt import interrupt_by_sigterm
@@ -62,7 +63,8 @@ def run_preflight(arguments: Sequence[str]) -> Findings:
     load = Overrides(arguments)
     config = load()
     check_names(config)
-    topology = topology_of(config) if config.cluster.device == "tpu" or config.preflight.topology else None
+    ahead = get_device(config.cluster.device).compiled_ahead or config.preflight.topology
+    topology = topology_of(config) if ahead else None
     model = find_model(config.model.path, config.model.make)
     interrupt_by_sigterm()
     stamp = time.strftime("%Y%m%d-%H%M%S")

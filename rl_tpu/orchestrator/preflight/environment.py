@@ -45,17 +45,22 @@ def check_environment(config: RunConfig, sizes: ModelSizes, run_dir: Path) -> li
     """
     checks = [check_packages(config.cluster.device), check_disk(config, sizes, run_dir)]
     joins = bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))
-    if config.cluster.device == "tpu" and not chip_files() and not joins:
+    if _is_elsewhere(config) and not joins:
         skipped = [Check(name, "skipped", "not on a TPU host") for name in ("chips", "collective")]
         return [*checks, check_shared_memory(config, sizes, host_facts(), judge=False), *skipped]
     return [*checks, *_on_hosts(config, sizes, run_dir)]
 
 
+def _is_elsewhere(config: RunConfig) -> bool:
+    """The configuration is for chips that this machine does not have."""
+    return get_device(config.cluster.device).compiled_ahead and not chip_files()
+
+
 def check_packages(device: str) -> Check:
     """Installed versions against those that the package was built for, with the extra of the device."""
-    wrong, count = [], 0
+    extra, wrong, count = get_device(device).package_extra, [], 0
     for requirement in map(Requirement, metadata.requires("rl_tpu") or []):
-        if requirement.marker and not requirement.marker.evaluate({"extra": {"cuda": "gpu"}.get(device, device)}):
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
             continue
         count += 1
         try:
@@ -82,8 +87,11 @@ def check_disk(config: RunConfig, sizes: ModelSizes, run_dir: Path) -> Check:
     )
     if free >= need:
         return Check("disk", "ok", text)
-    elsewhere = config.cluster.device == "tpu" and not chip_files()
-    return Check("disk", "note" if elsewhere else "failed", text + ": choose another run_dir or lower checkpoint.keep")
+    return Check(
+        "disk",
+        "note" if _is_elsewhere(config) else "failed",
+        text + ": choose another run_dir or lower checkpoint.keep",
+    )
 
 
 def check_shared_memory(config: RunConfig, sizes: ModelSizes, facts: HostFacts, judge: bool = True) -> Check:
@@ -147,7 +155,7 @@ def devices_of_torch_tpu(timeout_s: float = 120.0) -> int | str:
 def _on_hosts(config: RunConfig, sizes: ModelSizes, run_dir: Path) -> Iterator[Check]:
     """Start or join Ray, reserve the trainer's chips, and ask every rank."""
     device = get_device(config.cluster.device)
-    if chip_files() and device.name == "tpu":  # before Ray's processes are there
+    if chip_files() and device.compiled_ahead:  # before Ray's processes are there
         yield check_chips(config, host_facts(), devices_of_torch_tpu())
     try:
         with Placement(config, roles=("trainer",)) as placement:
