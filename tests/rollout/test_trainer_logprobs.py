@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,9 +11,18 @@ from rl_tpu.algorithms.distribution import Distribution
 from rl_tpu.config.schema import AlgorithmConfig, TrainerConfig
 from rl_tpu.trainer.packing import pack
 from rl_tpu.trainer.step import PolicyTrainer
-from rl_tpu.types import Sample, SamplingParams
+from rl_tpu.types import PackedBatch, Sample, SamplingParams
 
 PROMPTS = [[40, 41, 42, 43], [17], list(range(100, 160))]
+
+
+def trainer_logprobs(model_dir: Path, batch: PackedBatch, distribution: Distribution) -> torch.Tensor:
+    config = TrainerConfig(steps=1, row_tokens=[256], param_dtype="float32")
+    trainer = PolicyTrainer(config, AlgorithmConfig(), model_dir, distribution=distribution)
+    try:
+        return trainer.logprobs(batch)
+    finally:
+        trainer.close()
 
 
 @pytest.mark.parametrize(
@@ -34,14 +45,7 @@ def test_what_was_sampled_has_the_same_logprobs_in_the_trainer(engine, model_dir
         for completion in run(engine.generate(prompt, params, 4))
     ]
     batch = pack(samples, [256], share_prompts=True)
-    config = TrainerConfig(steps=1, row_tokens=[256], param_dtype="float32")
-    trainer = PolicyTrainer(config, AlgorithmConfig(), model_dirs["untied"], distribution=distribution)
-    try:
-        logprobs = trainer.logprobs(batch)
-        trainer.distribution = Distribution()
-        whole = trainer.logprobs(batch)
-    finally:
-        trainer.close()
+    logprobs, whole = (trainer_logprobs(model_dirs["untied"], batch, each) for each in (distribution, Distribution()))
     sampled = batch.loss_mask > 0
     assert sampled.sum() == sum(len(sample.response_ids) for sample in samples)
     torch.testing.assert_close(logprobs[sampled], batch.sampler_logprobs[sampled], rtol=0, atol=1e-4)
