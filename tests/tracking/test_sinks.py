@@ -1,5 +1,6 @@
 """TensorBoard, wandb, samples, curves: read back with their own readers, resumed, and broken."""
 
+import contextlib
 import json
 import logging
 import os
@@ -133,7 +134,7 @@ import psutil
 sys.path.insert(0, {tests!r})
 from conftest import run_config
 from rl_tpu.tracking import Tracker, wandb
-wandb.FINISH_TIMEOUT_S = wandb.SERVICE_TIMEOUT_S = 1.0
+wandb.FINISH_TIMEOUT_S = wandb.SERVICE_TIMEOUT_S = 3.0
 with Tracker.open(run_config(wandb={{"mode": "offline"}}), Path({run!r}), total_steps=1) as tracker:
     tracker.log(0, {{"reward/mean": 0.5}})
     (service,) = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
@@ -149,7 +150,8 @@ def test_a_wandb_that_hangs_does_not_keep_the_run_from_ending(tmp_path):
     (warning,) = [line for line in ended.stderr.splitlines() if line.startswith("tracking:")]
     assert "wandb is switched off for the rest of the run (TimeoutError: its service does not answer" in warning
     service = int((tmp_path / "run/service").read_text())
-    assert not psutil.pid_exists(service)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(service).wait(timeout=10)  # it was killed, but need not be gone yet
 
 
 def rows(path):
