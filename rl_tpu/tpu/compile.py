@@ -122,8 +122,6 @@ class TpuCompiler:
         return jax.ShapeDtypeStruct((*rows, *value.shape[1:]), jax_dtype(value.dtype))
 
     def _key(self, text: str) -> str:
-        # Names of source files and lines do not make another program.
-        text = re.sub(r"loc\(.*?\)|#loc.*", "", text)
         figures = [field.name for field in fields(CompiledProgram)]  # another version may write others
         about = json.dumps([self.topology, self._ranks, sorted(PINNED.items()), figures])
         return hashlib.blake2b((about + text).encode(), digest_size=16).hexdigest()

@@ -148,9 +148,9 @@ class Partition:
         return (jax.lax.pmax if name.startswith("maximum/") else jax.lax.psum)(value, "data")
 
 
-def _data_dimension(spec: PartitionSpec | None) -> int | None:
+def _data_dimension(spec: PartitionSpec) -> int | None:
     """Which dimension is divided over `data`."""
-    return next((place for place, axes in enumerate(spec or ()) if "data" in (axes or ())), None)
+    return next((place for place, axes in enumerate(spec) if "data" in (axes or ())), None)
 
 
 def jax_dtype(dtype: Any) -> np.dtype:

@@ -31,7 +31,7 @@ class Wanted:
         return self.name if self.row_tokens is None else f"{self.name} {self.rows}x{self.row_tokens}"
 
 
-def wanted_programs(config: RunConfig) -> list[Wanted]:
+def step_programs(config: RunConfig) -> list[Wanted]:
     """What one step of this run computes, for every row length."""
     from rl_tpu.trainer.packing import rows_per_microbatch
 
@@ -45,8 +45,13 @@ def wanted_programs(config: RunConfig) -> list[Wanted]:
         for tokens in config.trainer.row_tokens
         for name in names
     ]
-    wanted = [*over_rows, Wanted("update")]
-    return [each for each in wanted if not config.preflight.only or each.name in config.preflight.only]
+    return [*over_rows, Wanted("update")]
+
+
+def wanted_programs(config: RunConfig) -> list[Wanted]:
+    """Those of `step_programs` that `preflight.only` asks for; all where it asks for none."""
+    only = config.preflight.only
+    return [each for each in step_programs(config) if not only or each.name in only]
 
 
 def compile_programs(

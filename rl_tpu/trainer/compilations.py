@@ -19,18 +19,17 @@ class Compilations:
         self._made: list[str] = []
         self._reported = 0
 
-    def need(self, program: str, rows: int | None = None, row_tokens: int | None = None) -> bool:
-        """Whether this program is a new one. Raises RunError where it is one too many."""
+    def need(self, program: str, rows: int | None = None, row_tokens: int | None = None) -> None:
+        """This program is about to be used. Raises RunError where it is a new one and one too many."""
         name = program if rows is None else f"{program} of {rows} x {row_tokens} tokens"
         if name in self._made:
-            return False
+            return
         if self._limit is not None and len(self._made) >= self._limit:
             raise RunError(
                 f"{name} would be program {len(self._made) + 1}, trainer.execution.max_compilations is {self._limit}; so far:"
                 f" {', '.join(self._made)}. Allow more, or fewer lengths in trainer.row_tokens"
             )
         self._made.append(name)
-        return True
 
     def since_last(self) -> int:
         """How many were new since this was last asked."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -27,7 +26,6 @@ for mode in ("default", "fused", "strict", "debug", "default"):
 """
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torch_tpu"), reason="torch_tpu is not installed")
 def test_the_modes_are_torch_tpu_s():
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TPU_SKIP_MDS_QUERY": "1"}
     done = subprocess.run(

@@ -7,13 +7,12 @@ from functools import cache
 from typing import Any
 
 import jax
-import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 
 def compiled_for(topology: str, function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> Any:
-    """`function` as libtpu compiles it for one device of the topology; the test is skipped where there is no libtpu."""
+    """`function` as libtpu compiles it for one device of the topology."""
     sharding = SingleDeviceSharding(_device(topology))
     operands = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for each in shapes]
     return jax.jit(function).lower(*operands).compile()
@@ -21,5 +20,4 @@ def compiled_for(topology: str, function: Callable[..., Any], *shapes: jax.Shape
 
 @cache
 def _device(topology: str) -> jax.Device:
-    pytest.importorskip("libtpu")
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]

@@ -124,9 +124,8 @@ class Compiler:
 
     def judge(self, config: RunConfig) -> None:
         """Programs and memory of the run, into the findings."""
-        whole = config.model_copy(update={"preflight": config.preflight.model_copy(update={"only": []})})
-        asked_for = {each.name for each in programs.wanted_programs(config)}
-        left_out = [each.name for each in programs.wanted_programs(whole) if each.name not in asked_for]
+        wanted = programs.wanted_programs(config)
+        left_out = [each.name for each in programs.step_programs(config) if each not in wanted]
         self._findings.left_out = tuple(dict.fromkeys(left_out))
         self._findings.programs = self._compiled(config)
         self._findings.memory = self._memory(config, self._findings.sizes, self._findings.programs)

@@ -31,7 +31,7 @@ def capture(
     assertions about values, and marks for profilers, are left out.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, sdpa_kernel(SDPBackend.MATH):
-        fakes = [fake_like(mode, example, device) for example in examples]
+        fakes = [_fake_like(mode, example, device) for example in examples]
         graph = make_fx(function)(*fakes)
         with torch.no_grad():
             pure = make_fx(torch.func.functionalize(graph, remove="mutations"))(*fakes)
@@ -41,7 +41,7 @@ def capture(
     return pure
 
 
-def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def _fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     with mode:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 

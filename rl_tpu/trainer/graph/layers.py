@@ -47,11 +47,6 @@ class StackedLayout:
                 names[f"{run.prefix}.{name}"] = tuple(f"layers.{layer}.{name}" for layer in run.layers)
         return cls(runs, names)
 
-    def buffers(self, model: Decoder) -> dict[str, torch.Tensor]:
-        """Those that a program reads: the layers of a run have equal ones (rotary tables), and the first stands for all."""
-        others = tuple(f"layers.{layer}." for run in self.runs for layer in run.layers[1:])
-        return {name: buffer for name, buffer in model.named_buffers() if not name.startswith(others)}
-
     def is_stack(self, name: str) -> bool:
         """Whether the tensor's first dimension counts layers."""
         return any(name.startswith(f"{run.prefix}.") for run in self.runs)

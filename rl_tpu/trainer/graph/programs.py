@@ -92,7 +92,7 @@ class Programs:
             Value("parameter", name, self._shape(name, shapes[held[0]].shape), torch.float32)
             for name, held in self.layout.names.items()
         )
-        self._buffers = tuple(_values("buffer", self.layout.buffers(policy.model)))
+        self._buffers = tuple(_values("buffer", dict(policy.model.named_buffers())))
 
     def logprobs(self, rows: int, row_tokens: int, *, frozen: bool = False) -> Program:
         """Log-probabilities of the loss tokens of a micro-batch, [rows, row_tokens]; of a `frozen` policy, whose
