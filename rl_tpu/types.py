@@ -24,7 +24,7 @@ class Prompt:
     ``id`` is stable over runs (source and position), ``ids`` are the prompt's token ids (generation prompt included),
     ``answer`` is whatever the reward compares with, ``messages`` the chat turns the ids were rendered from,
     ``metadata`` the other fields of the row (for rewards and dumps), ``source`` the name of its source in a mixture or of its
-    evaluation set.
+    evaluation set, ``sampling`` those `SamplingParams` that the row sets for itself.
     """
 
     id: str
@@ -33,6 +33,7 @@ class Prompt:
     messages: tuple[dict[str, str], ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,22 @@ class Completion:
 
 
 @dataclass
+class Turn:
+    """Response tokens ``start:end`` (end exclusive) are one turn of the policy; ``reward`` is what the environment gave
+    for it."""
+
+    start: int
+    end: int
+    reward: float = 0.0
+
+
+@dataclass
 class Sample:
     """One answer to a prompt, as the trainer learns from it.
 
     ``response_ids``, ``loss_mask`` and ``logprobs`` have equal length. ``loss_mask`` is 1 where the policy wrote the
-    token and 0 where an environment did. ``reward_parts`` are the named terms that add up to ``reward``.
+    token and 0 where an environment did. ``reward_parts`` are the named terms that add up to ``reward``; the rewards of
+    ``turns`` are one of them, ``environment``.
     """
 
     prompt_ids: list[int]
@@ -92,6 +104,12 @@ class Sample:
     reward_error: str | None = None
     """Why the reward could not be computed (time-out, exception, crash); the reward is then the configured one."""
     advantage: float = 0.0
+    turns: list[Turn] = field(default_factory=list)
+    """In order; together they are the tokens that the policy wrote."""
+    measures: dict[str, float] = field(default_factory=dict)
+    """What the environment counted, by name: their means over the samples that have them are metrics `environment/NAME`."""
+    id: str = ""
+    """Of a training sample: its group's index and its number in the group, unique in a run."""
 
     @property
     def oldest_version(self) -> int:

@@ -54,18 +54,20 @@ def load_prompts(
     too_long: Literal["skip", "fail"],
     elsewhere: Mapping[bytes, str] | None = None,
     name: str = "",
+    template_options: Mapping[str, Any] | None = None,
 ) -> PromptSet:
     """Distinct problems of one source, rendered with the chat template and tokenized.
 
     A Hugging Face ``tokenizer`` with a chat template renders every problem with its generation prompt. A prompt of more
     than ``max_prompt_tokens`` tokens is skipped and counted, or an error. ``elsewhere`` has fingerprints of problems that
-    are left out, and where they are; ``name`` is that of the source in a mixture, or of the evaluation set. Raises
-    UserError for anything wrong with the source, naming file and line.
+    are left out, and where they are; ``name`` is that of the source in a mixture, or of the evaluation set;
+    ``template_options`` go to the chat template (an environment's tools). Raises UserError for anything wrong with the
+    source, naming file and line.
     """
     check_source(config)
     found = PromptSet()
     problems = select_problems(config, found.left_out, elsewhere or {})
-    for problem, messages, ids in _tokenized(problems, config, tokenizer):
+    for problem, messages, ids in _tokenized(problems, config, tokenizer, template_options or {}):
         if len(ids) <= max_prompt_tokens:
             identity = f"{name}/{problem.id}" if name else problem.id
             found.prompts.append(Prompt(identity, tuple(ids), problem.answer, messages, problem.metadata, name))
@@ -82,7 +84,10 @@ def load_prompts(
 
 
 def load_training_prompts(
-    config: DataConfig, tokenizer: Any, evaluation: Mapping[str, PromptSet] | None = None
+    config: DataConfig,
+    tokenizer: Any,
+    evaluation: Mapping[str, PromptSet] | None = None,
+    template_options: Mapping[str, Any] | None = None,
 ) -> dict[str, PromptSet]:
     """The prompts of `data.train` by the name of their source in a mixture; the name of a lone source is empty.
 
@@ -105,18 +110,20 @@ def load_training_prompts(
             too_long=config.too_long,
             elsewhere=elsewhere,
             name=name,
+            template_options=template_options,
         )
         elsewhere |= dict.fromkeys(training[name].fingerprints, f"source {name}")
     return training
 
 
 def _tokenized(
-    problems: Iterable[Problem], config: PromptSourceConfig, tokenizer: Any
+    problems: Iterable[Problem], config: PromptSourceConfig, tokenizer: Any, options: Mapping[str, Any]
 ) -> Iterator[tuple[Problem, tuple[Message, ...], list[int]]]:
     problems = iter(problems)
     while block := list(islice(problems, BLOCK)):
         conversations = [_messages(problem, config) for problem in block]
-        texts = [_render(turns, problem.where, tokenizer) for turns, problem in zip(conversations, block, strict=True)]
+        pairs = zip(conversations, block, strict=True)
+        texts = [_render(turns, problem.where, tokenizer, options) for turns, problem in pairs]
         # The template wrote the special tokens already.
         ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         yield from zip(block, map(tuple, conversations), ids, strict=True)
@@ -132,12 +139,12 @@ def _messages(problem: Problem, config: PromptSourceConfig) -> list[Message]:
     return [{"role": "system", "content": config.system_prompt}, user] if config.system_prompt else [user]
 
 
-def _render(messages: list[Message], where: str, tokenizer: Any) -> str:
+def _render(messages: list[Message], where: str, tokenizer: Any, options: Mapping[str, Any]) -> str:
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise UserError(f"{name} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     except Exception as error:  # templates raise whatever their authors chose, for example for an unknown role
         raise UserError(f"{where}: the chat template refuses these messages: {one_line(error)}") from error
     try:

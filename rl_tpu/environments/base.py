@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rl_tpu.types import Completion, Prompt, Sample, SamplingParams
 
 Generate = Callable[[Sequence[int], SamplingParams, int], Awaitable[list[Completion]]]
-"""``await generate(ids, params, n)``: n completions of the token ids, from a rollout engine."""
+"""``await generate(ids, params, n)``: n completions of the token ids, from a rollout engine. All calls of one prompt's samples
+go to the same engine as long as it serves, so that what they have in common is read once."""
 
 
 class Environment(ABC):
-    """Made once per run. ``tokenizer`` is the policy's Hugging Face tokenizer; options are keyword arguments."""
+    """Made once per run, `open` around all its use. ``tokenizer`` is the policy's Hugging Face tokenizer; options are keyword
+    arguments."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """What the chat template gets besides the messages of a prompt, for example ``tools``."""
+        return {}
+
+    async def open(self) -> None:  # noqa: B027 - most have nothing to start
+        """Start what the environment needs, for example processes or a server. Raises UserError or RunError."""
+
+    async def close(self) -> None:  # noqa: B027
+        """End it. Also called where `open` failed."""
+
     @abstractmethod
     async def run(self, prompt: Prompt, n: int, params: SamplingParams, generate: Generate) -> list[Sample]:
-        """``n`` samples of the prompt, not yet scored.
+        """``n`` samples of the prompt, not yet scored by reward functions; a turn may have the environment's own reward.
 
         A sample's response, with everything the environment added to it, has at most ``params.max_response_tokens``
         tokens. Many calls run at the same time on one object: keep what belongs to a sample in local variables.

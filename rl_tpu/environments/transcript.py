@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_tpu.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
+from rl_tpu.types import Completion, Prompt, Sample, SamplingParams, Turn, VersionSpan
 
 _LAST_TURN = "@@the policy's last turn@@"
 
@@ -41,6 +41,7 @@ class Transcript:
         self._sample.logprobs += completion.logprobs
         self._sample.loss_mask += [1] * len(completion.response_ids)
         self._sample.spans += [VersionSpan(s.version, s.start + offset, s.end + offset) for s in completion.spans]
+        self._sample.turns.append(Turn(offset, self.response_tokens))
         self._sample.finish_reason = completion.finish_reason
 
     def add_environment_ids(self, ids: Sequence[int]) -> None:

@@ -139,6 +139,8 @@ class Collector:
         index, *_ = self._in_flight.pop(task)
         group = task.result()
         group.index = index
+        for number, sample in enumerate(group.samples):
+            sample.id = f"{index}-{number}"
         keep = not (self._drop_uniform and is_uniform(group.rewards))
         (self._ready if keep else self._uniform).append(group)
         self._ready.sort(key=lambda group: (_oldest_version(group), group.index))

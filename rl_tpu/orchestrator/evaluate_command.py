@@ -18,7 +18,6 @@ from rich.table import Table
 
 from rl_tpu.config.compose import compose_config, validate
 from rl_tpu.config.schema import RunConfig
-from rl_tpu.environments import make_environment
 from rl_tpu.errors import UserError
 from rl_tpu.orchestrator.evaluation import EvalResult, evaluate
 from rl_tpu.orchestrator.inputs import Inputs, check_names, read_inputs
@@ -68,7 +67,6 @@ def run_evaluation(config: RunConfig) -> None:
 
 async def _evaluate(config: RunConfig, inputs: Inputs, placement: Placement, directory: Path) -> dict[str, EvalResult]:
     interrupt = Interrupt()
-    environment = make_environment(config.environment, inputs.tokenizer)
     total = sum(len(chosen.prompts) for chosen in inputs.eval_sets)
     async with AsyncExitStack() as stack:
         rewards = RewardService(config.reward)
@@ -76,10 +74,12 @@ async def _evaluate(config: RunConfig, inputs: Inputs, placement: Placement, dir
         start = Fleet.start(config, inputs.model_dir, directory, placement.engine_options(), placement.engine_chips())
         fleet = await interrupt.guard(start)
         stack.push_async_callback(fleet.close)
+        stack.push_async_callback(inputs.environment.close)
+        await interrupt.guard(inputs.environment.open())
         with Progress(transient=True) as progress:
             bar = progress.add_task("evaluating", total=total)
             work = evaluate(
-                inputs.eval_sets, config, environment, fleet.generate, rewards, lambda done: progress.advance(bar, done)
+                inputs.eval_sets, config, inputs.environment, fleet, rewards, lambda done: progress.advance(bar, done)
             )
             return await interrupt.guard(work)
 

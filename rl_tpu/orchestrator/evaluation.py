@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rl_tpu.algorithms.pass_at_k import pass_at_k
 from rl_tpu.config.schema import EvalSetConfig, RunConfig
-from rl_tpu.environments import Environment, Generate
+from rl_tpu.environments import Environment
 from rl_tpu.rewards import RewardService
+from rl_tpu.rollout.fleet import Fleet
+from rl_tpu.rollout.sampling import evaluation_params
 from rl_tpu.tracking.rollout_metrics import SOLVED
-from rl_tpu.types import Group, Prompt, SamplingParams
+from rl_tpu.types import Group, Prompt
 
 
 @dataclass
@@ -35,7 +38,7 @@ async def evaluate(
     sets: list[EvalSet],
     config: RunConfig,
     environment: Environment,
-    generate: Generate,
+    fleet: Fleet,
     rewards: RewardService,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, EvalResult]:
@@ -47,7 +50,8 @@ async def evaluate(
 
     async def answer(index: int, prompt: Prompt, chosen: EvalSetConfig) -> Group:
         async with gate:
-            params = sampling_params(chosen, config)
+            params = evaluation_params(config, chosen, prompt, index)
+            generate = partial(fleet.generate, session=prompt.id)
             samples = await environment.run(prompt, chosen.samples_per_prompt, params, generate)
         await rewards.score(prompt, samples)
         on_progress(1)
@@ -58,15 +62,6 @@ async def evaluate(
         groups = await asyncio.gather(*(answer(i, p, chosen.config) for i, p in enumerate(chosen.prompts)))
         results[chosen.name] = EvalResult(evaluation_metrics(groups), list(groups))
     return results
-
-
-def sampling_params(chosen: EvalSetConfig, config: RunConfig) -> SamplingParams:
-    """How an evaluation set is sampled."""
-    return SamplingParams(
-        max_response_tokens=chosen.max_response_tokens or config.rollout.max_response_tokens,
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-    )
 
 
 def evaluation_metrics(groups: list[Group]) -> dict[str, float]:

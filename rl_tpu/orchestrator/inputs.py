@@ -17,7 +17,7 @@ from rl_tpu.config.compose import find_file
 from rl_tpu.config.schema import ModelConfig, RunConfig, WeightSyncConfig
 from rl_tpu.data import PromptSet, check_source, files_exist, load_prompts, load_tokenizer, load_training_prompts
 from rl_tpu.devices import get_device
-from rl_tpu.environments import find_environment
+from rl_tpu.environments import Environment, find_environment, make_environment
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.evaluation import EvalSet
 from rl_tpu.registry import check_types, one_line
@@ -36,6 +36,8 @@ class Inputs:
 
     model_dir: Path
     tokenizer: PreTrainedTokenizerBase
+    environment: Environment
+    """Made, not yet open."""
     train: dict[str, PromptSet]
     """By the name of the source in a mixture; the name of a lone source is empty."""
     eval_sets: list[EvalSet]
@@ -57,13 +59,15 @@ def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
     model_dir = _model_directory(config.model)
     tokenizer = load_tokenizer(model_dir)
     _check_context(config, model_dir)
+    environment = make_environment(config.environment, tokenizer)
+    options = environment.template_options
     data = config.data
-    lengths = {"max_prompt_tokens": data.max_prompt_tokens, "too_long": data.too_long}
+    rendering = {"max_prompt_tokens": data.max_prompt_tokens, "too_long": data.too_long, "template_options": options}
     sets = {
-        name: load_prompts(each.source, tokenizer, name=name, **lengths)
+        name: load_prompts(each.source, tokenizer, name=name, **rendering)
         for name, each in config.evaluation.sets.items()
     }
-    train = load_training_prompts(data, tokenizer, sets) if training else {}
+    train = load_training_prompts(data, tokenizer, sets, options) if training else {}
     available = sum(map(len, train.values())) * (data.epochs or 0)
     if training and data.epochs and available < config.rollout.prompts_per_step:
         raise UserError(
@@ -73,7 +77,7 @@ def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
     found = {f"data.train.sources.{name}" if name else "data.train": chosen for name, chosen in train.items()}
     found |= {f"evaluation.sets.{name}.source": chosen for name, chosen in sets.items()}
     eval_sets = [EvalSet(name, config.evaluation.sets[name], chosen.prompts) for name, chosen in sets.items()]
-    return Inputs(model_dir, tokenizer, train, eval_sets, found)
+    return Inputs(model_dir, tokenizer, environment, train, eval_sets, found)
 
 
 def check_names(config: RunConfig) -> None:

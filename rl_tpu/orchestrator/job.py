@@ -17,7 +17,6 @@ from filelock import FileLock, Timeout
 
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.data import open_stream
-from rl_tpu.environments import make_environment
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.orchestrator.collector import Collector
 from rl_tpu.orchestrator.dry_run import describe
@@ -163,6 +162,8 @@ async def _run(
             if checkpoint:
                 await interrupt.guard(trainer.load(checkpoint / "trainer"))
                 tracker.message(f"continuing after step {step} from {checkpoint}")
+            stack.push_async_callback(inputs.environment.close)
+            await interrupt.guard(inputs.environment.open())
             run = _assemble(config, inputs, trainer, fleet, rewards, tracker, interrupt, directory)
             if state:
                 run.step = run.saved_step = step
@@ -222,7 +223,7 @@ def _assemble(
         trainer=trainer,
         fleet=fleet,
         collector=Collector(config, stream, lambda prompt: answer(run, prompt)),
-        environment=make_environment(config.environment, inputs.tokenizer),
+        environment=inputs.environment,
         rewards=rewards,
         eval_sets=inputs.eval_sets,
         tracker=tracker,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from rl_tpu.orchestrator.interrupt import Interrupt
 from rl_tpu.orchestrator.state import Checkpoints
 from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
+from rl_tpu.rollout.sampling import training_params
 from rl_tpu.tracking import Tracker, rollout_metrics
 from rl_tpu.trainer import program_cache
 from rl_tpu.trainer.group import TrainerGroup
-from rl_tpu.types import Group, Prompt, SamplingParams
+from rl_tpu.types import Group, Prompt
 
 
 @dataclass
@@ -149,16 +151,15 @@ async def evaluation(run: Run) -> None:
     if not run.eval_sets:
         return
     with run.tracker.timer("evaluate"):
-        results = await evaluate(run.eval_sets, run.config, run.environment, run.fleet.generate, run.rewards)
+        results = await evaluate(run.eval_sets, run.config, run.environment, run.fleet, run.rewards)
     run.tracker.evaluation(run.step, run.step, {name: result.metrics for name, result in results.items()})
     run.evaluated_step = run.step
 
 
 async def answer(run: Run, prompt: Prompt) -> Group:
     """Have a prompt answered and scored: what the collector does with every prompt it draws."""
-    rollout = run.config.rollout
-    params = SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
-    samples = await run.environment.run(prompt, rollout.samples_per_prompt, params, run.fleet.generate)
+    params, n = training_params(run.config, prompt), run.config.rollout.samples_per_prompt
+    samples = await run.environment.run(prompt, n, params, partial(run.fleet.generate, session=prompt.id))
     await run.rewards.score(prompt, samples)
     return Group(-1, prompt, samples)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_tpu.errors import UserError
-from rl_tpu.types import Group, Prompt, Sample, VersionSpan
+from rl_tpu.types import Group, Prompt, Sample, Turn, VersionSpan
 
 FORMAT = 1
 PREFIX = "step-"
@@ -126,7 +126,8 @@ def decode_state(values: dict[str, Any], prompts: Sequence[Prompt]) -> dict[str,
 
 
 def _sample(values: dict[str, Any]) -> Sample:
-    return Sample(**{**values, "spans": [VersionSpan(**span) for span in values["spans"]]})
+    spans = [VersionSpan(**span) for span in values["spans"]]
+    return Sample(**{**values, "spans": spans, "turns": [Turn(**turn) for turn in values.get("turns", ())]})
 
 
 def _sync_directory(directory: Path) -> None:

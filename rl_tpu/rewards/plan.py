@@ -13,6 +13,8 @@ from rl_tpu.rewards.registry import Scope, find_reward, scope_of
 from rl_tpu.types import Prompt
 
 DEFAULT_SOURCE = "default"
+ENVIRONMENT = "environment"
+"""As a reward's name: no function, only what the environment gives for turns. Also the name of that part of every reward."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def make_plan(config: RewardConfig) -> Plan:
 
 
 def _terms(choice: RewardChoice) -> Iterator[Term]:
+    if choice.name == ENVIRONMENT:
+        return
     for part in choice.parts or [RewardPart(name=choice.name, options=choice.options)]:
         function = find_reward(part.name, part.options)
         yield Term(part.name, part.options, part.weight, part.label or part.name.rpartition(":")[2], scope_of(function))

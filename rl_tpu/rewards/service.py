@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rl_tpu.config.schema import RewardConfig
 from rl_tpu.errors import RunError
-from rl_tpu.rewards.plan import make_plan
+from rl_tpu.rewards.plan import ENVIRONMENT, make_plan
 from rl_tpu.rewards.pool import WorkerDied, WorkerPool
 from rl_tpu.rewards.registry import Response
 from rl_tpu.rewards.worker import OUT_OF_MEMORY_EXIT_CODE, Job, Score, Setup
@@ -59,7 +59,8 @@ class RewardService:
     async def score(self, prompt: Prompt, samples: list[Sample]) -> None:
         """Fill ``reward``, ``reward_parts`` and ``reward_error`` of every sample of one prompt.
 
-        Every sample is a job of its own; functions that take groups get one job for all samples.
+        Every sample is a job of its own; functions that take groups get one job for all samples. What the environment gave
+        for a sample's turns is added as the part `environment`.
 
         Raises RunError if a reward function raises (or returns no finite number) and ``on_error`` is ``fail``, if
         ``by_source`` has no entry for the prompt, and if the service is closed meanwhile.
@@ -128,6 +129,8 @@ class RewardService:
             sample.reward_error = failed.error
             terms = self._plan.terms
             sample.reward_parts = {terms[0].label if len(terms) == 1 else "failed": self._config.failure_reward}
+        if any(turn.reward for turn in sample.turns) or not self._plan.terms:
+            sample.reward_parts[ENVIRONMENT] = sum(turn.reward for turn in sample.turns)
         sample.reward = sum(sample.reward_parts.values())
 
     def _raise_error(self, prompt: Prompt, scores: list[Score]) -> None:

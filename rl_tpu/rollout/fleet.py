@@ -88,7 +88,9 @@ class Fleet:
             await asyncio.gather(*(result.close() for result in results if isinstance(result, SGLangEngine)))
             raise
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1, session: str | None = None
+    ) -> list[Completion]:
         """``n`` completions from the engine with the least to do. If that is lost meanwhile, another one is asked; if an
         update aborted one of them (weight_sync.pause_mode), all n are asked for again.
 

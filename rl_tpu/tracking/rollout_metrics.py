@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from statistics import fmean, pstdev
 
 from rl_tpu.types import Group
@@ -27,6 +28,7 @@ def rollout_metrics(groups: list[Group], trained_version: int | None = None) -> 
     reward/{mean,std,max,min}                 std is the population's, over all samples
     reward/PART_mean                          over the samples that have that part
     reward/error_count                        samples whose reward could not be computed
+    environment/NAME                          mean of what the environment counted, over the samples that have it
     """
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
@@ -56,8 +58,14 @@ def rollout_metrics(groups: list[Group], trained_version: int | None = None) -> 
     if trained_version is not None:
         staleness = [trained_version - sample.oldest_version for sample in samples]
         metrics |= {"rollout/staleness_mean": fmean(staleness), "rollout/staleness_max": max(staleness)}
-    parts: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        for part, value in sample.reward_parts.items():
-            parts[part].append(value)
-    return metrics | {f"reward/{part}_mean": fmean(values) for part, values in parts.items()}
+    parts = _means(sample.reward_parts for sample in samples)
+    metrics |= {f"reward/{part}_mean": mean for part, mean in parts.items()}
+    return metrics | {f"environment/{name}": mean for name, mean in _means(s.measures for s in samples).items()}
+
+
+def _means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            values[name].append(value)
+    return {name: fmean(each) for name, each in values.items()}

@@ -54,6 +54,9 @@ class AlgorithmConfig(Section):
     scale: Literal["none", "group_std", "group_std_population", "batch_std"] = "group_std"
     """What that is divided by: nothing (Dr. GRPO), the standard deviation of the group's rewards with divisor n - 1 or n
     (GRPO), the standard deviation of the whole batch's advantages; each + 1e-6."""
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """Whose reward a token's advantage is of: the whole sample's, or, of several turns, what was earned from its turn on,
+    compared with the same turn of the group's other samples."""
     ratio: Literal["token", "sequence"] = "token"
     """The importance ratio is each token's, or the geometric mean over its sample (GSPO)."""
     objective: str = "clip"

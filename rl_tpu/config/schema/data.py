@@ -29,6 +29,9 @@ class PromptSourceConfig(Section):
     choices_field: str | None = None
     """file: the field with the options of a multiple-choice question, a list of texts. `{choices}` in the template becomes
     lettered lines; an answer that is a position (from 0) or an option's text becomes its letter."""
+    sampling_field: str | None = None
+    """file: the field with what a row changes of its sampling, an object with names and values of SamplingParams. In
+    training max_response_tokens (at most rollout.max_response_tokens) and stop_token_ids, in evaluation any."""
     pass_rate_field: str | None = None
     """file: a field that says how often a model solved the problem: a share from 0 to 1, or a list of scores from 0 to 1."""
     min_pass_rate: Share = 0.0

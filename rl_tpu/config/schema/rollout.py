@@ -24,9 +24,20 @@ class RolloutConfig(Section):
     """Nucleus sampling. Log-probabilities, the trainer's too, are those of the truncated distribution."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among the k likeliest tokens; -1 for all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample among the tokens that are at least this share as likely as the likeliest; 0 for all."""
+    stop_token_ids: list[Count] = Field(default_factory=list)
+    """Tokens that end an answer, besides the model's own end tokens."""
     max_staleness: Count = 0
     """How many policy versions a batch may lag behind the policy that trains on it. 0: generate, then train; 1: one step
     off; k: asynchronous with a bound."""
+    stale_groups: Literal["wait", "drop", "correct"] = "wait"
+    """What keeps old groups within max_staleness. A batch waits for a group that could not train later (`wait`: nothing is
+    lost, a long answer can hold a step), a group that is too old when a batch is made is dropped (`drop`: short answers
+    are favoured), or trains all the same, weighed by algorithm.correction (`correct`)."""
+    oversampling: Annotated[float, Field(ge=1)] = 1.0
+    """Groups in flight for each group of a batch: with more than 1 a step starts when the first prompts_per_step groups are
+    ready, and the others, often half written, go on under the next policy. Needs max_staleness of at least 1."""
     engines: Positive = 1
     """SGLang servers."""
     tensor_parallel: Positive = 1

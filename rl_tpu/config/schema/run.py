@@ -42,6 +42,9 @@ class RunConfig(Section):
     resume: str = "never"
     """`never` refuses a run_dir that holds a run; `auto` continues its newest whole checkpoint, or starts; a path
     continues that checkpoint."""
+    replay: str | None = None
+    """A run directory, of `python -m rl_tpu.generate` or of another training run with tracking.samples: learn from the
+    samples that it holds, step by step. No engine is started and nothing is evaluated."""
     dry_run: bool = False
     """Resolve and check everything, print placement and batch arithmetic, start nothing."""
     model: ModelConfig

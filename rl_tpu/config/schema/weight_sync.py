@@ -21,9 +21,10 @@ class WeightSyncConfig(Section):
     all stand still together while one copy is sent to all of them through SGLang's own endpoints (`broadcast`, with
     transport ici only): for many engines behind a narrow network, or where engines must not open connections of their
     own."""
-    pause_mode: Literal["in_place", "retract", "abort"] = "retract"
+    pause_mode: Literal["in_place", "retract", "resume", "abort"] = "retract"
     """What a new policy does to samples in flight: they go on with the key-value cache they have (`in_place`), go on with
-    one computed anew (`retract`), or are dropped and written again from the start (`abort`)."""
+    one computed anew (`retract`), are taken out and go on as new requests, perhaps on another engine (`resume`), or are
+    dropped and written again from the start (`abort`)."""
     reload_attempts: Count = 1
     """How often, within one sync, engines that did not take a policy are sent the whole of it again."""
     verify: bool = True
