@@ -9,8 +9,8 @@ from typing import Any
 from rl_tpu.types import Completion, Prompt, Sample, SamplingParams
 
 Generate = Callable[[Sequence[int], SamplingParams, int], Awaitable[list[Completion]]]
-"""``await generate(ids, params, n)``: n completions of the token ids, from a rollout engine. All calls of one prompt's samples
-go to the same engine as long as it serves, so that what they have in common is read once."""
+"""``await generate(ids, params, n)``: n completions of the token ids, from a rollout engine. All calls for one prompt go to
+the same engine as long as it serves, so that what its samples have in common is read once."""
 
 
 class Environment(ABC):
