@@ -11,6 +11,7 @@ What SGLang 0.5.23 is changed in, all of it in the server's own processes:
 * ``prepare_process`` below: worker processes are forked from the server instead of spawned. Forking is ruled out by
   accelerator runtimes, not by a CPU, and importing SGLang three times is most of what a start takes (25 s of CPU time
   spawned, 10 s forked).
+* ``attention.py``: decoding attention for many requests at once.
 * ``register_hooks`` below: seeded sampling. ``--enable-deterministic-inference`` accepts the torch_native attention
   backend, its batch-invariant Triton kernels are left out (torch_native computes one sequence at a time), and the hash
   behind seeded sampling, a compiled kernel elsewhere, is computed in torch (``murmur.py``).
@@ -64,6 +65,7 @@ def register_hooks() -> None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from rl_tpu.rollout.sglang_cpu import attention
     from rl_tpu.rollout.sglang_cpu.murmur import murmur_hash32
 
     choices.add_deterministic_attention_backend_choices(["torch_native"])
@@ -71,6 +73,8 @@ def register_hooks() -> None:
     # The sampler binds the name when it is imported, so the function is replaced where it lives and where it is used.
     for module in ("sglang.kernels.ops.sampling.murmur_hash", "sglang.srt.layers.sampler"):
         HookRegistry.register(f"{module}.murmur_hash32", murmur_hash32, HookType.REPLACE)
+    native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    HookRegistry.register(f"{native}._run_sdpa_forward_decode", attention.decode, HookType.REPLACE)
     HookRegistry.register(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", lambda *_, **__: None, HookType.REPLACE
     )
