@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.rollout.sampling import training_params
 from rl_tpu.tracking import Tracker, rollout_metrics
+from rl_tpu.tracking.activity import Activity
 from rl_tpu.trainer import program_cache
 from rl_tpu.trainer.group import TrainerGroup
 from rl_tpu.types import Group, Prompt
@@ -45,6 +46,8 @@ class Run:
     interrupt: Interrupt
     exports: Path
     """Where Hugging Face directories of the policy go."""
+    activity: Activity = field(default_factory=lambda: Activity("answering", "rewarding"))
+    """Of the training prompts: `perf/answering_s`, and `perf/rewarding_s` while none was being answered."""
     step: int = 0
     saved_step: int = 0
     """Step of the newest checkpoint; 0 is the model the run started from."""
@@ -159,20 +162,26 @@ async def evaluation(run: Run) -> None:
 async def answer(run: Run, prompt: Prompt) -> Group:
     """Have a prompt answered and scored: what the collector does with every prompt it draws."""
     params, n = training_params(run.config, prompt), run.config.rollout.samples_per_prompt
-    samples = await run.environment.run(prompt, n, params, partial(run.fleet.generate, session=prompt.id))
-    await run.rewards.score(prompt, samples)
+    with run.activity("answering"):
+        samples = await run.environment.run(prompt, n, params, partial(run.fleet.generate, session=prompt.id))
+    with run.activity("rewarding"):
+        await run.rewards.score(prompt, samples)
     return Group(-1, prompt, samples)
 
 
 def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
     """What the policy wrote and how it was scored."""
     stats = run.rewards.take_stats()
-    return rollout_metrics(groups, run.step) | {
-        "rollout/dropped_groups": float(run.collector.dropped),
-        "reward/timeouts": float(stats.timeouts),
-        "reward/crashes": float(stats.crashes),
-        "reward/seconds_mean": stats.mean_seconds,
-    }
+    return (
+        rollout_metrics(groups, run.step)
+        | run.activity.lap()
+        | {
+            "rollout/dropped_groups": float(run.collector.dropped),
+            "reward/timeouts": float(stats.timeouts),
+            "reward/crashes": float(stats.crashes),
+            "reward/seconds_mean": stats.mean_seconds,
+        }
+    )
 
 
 def due(step: int, every: int) -> bool:
