@@ -26,10 +26,10 @@ class RetryOnce(Environment):
     ) -> Sample:
         transcript = Transcript(prompt)
         transcript.add_completion(answer)
-        message = transcript.message_ids(self.tokenizer, self.feedback)
-        room = params.max_response_tokens - transcript.response_tokens - len(message)
+        message = transcript.render(self.chat, [{"role": "user", "content": self.feedback}])
+        room = params.max_response_tokens - transcript.response_tokens - len(message.ids)
         if answer.finish_reason == "stop" and room > 0 and not self._is_right(answer, prompt):
-            transcript.add_environment_ids(message)
+            transcript.add_messages(message)
             [answer] = await generate(transcript.ids, transcript.remaining(params), 1)
             transcript.add_completion(answer)
         return transcript.finish(self.tokenizer, answer.response_ids)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+from rl_tpu.environments.chat import Chat
 from rl_tpu.types import Completion, Prompt, Sample, SamplingParams
 
 Generate = Callable[[Sequence[int], SamplingParams, int], Awaitable[list[Completion]]]
@@ -24,6 +26,11 @@ class Environment(ABC):
     def template_options(self) -> Mapping[str, Any]:
         """What the chat template gets besides the messages of a prompt, for example ``tools``."""
         return {}
+
+    @cached_property
+    def chat(self) -> Chat:
+        """The chat template with these options: renders what the environment says after a turn of the policy."""
+        return Chat(self.tokenizer, self.template_options)
 
     async def open(self) -> None:  # noqa: B027 - most have nothing to start
         """Start what the environment needs, for example processes or a server. Raises UserError or RunError."""

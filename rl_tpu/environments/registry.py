@@ -9,7 +9,11 @@ from rl_tpu.environments.base import Environment
 from rl_tpu.errors import UserError
 from rl_tpu.registry import check_options, describe, lookup
 
-ENVIRONMENTS = {"single_turn": "rl_tpu.environments.single_turn:SingleTurn"}
+ENVIRONMENTS = {
+    "single_turn": "rl_tpu.environments.single_turn:SingleTurn",
+    "multi_turn": "rl_tpu.environments.multi_turn:MultiTurn",
+    "tools": "rl_tpu.environments.tool_use:ToolUse",
+}
 
 
 def find_environment(config: EnvironmentConfig) -> type[Environment]:
@@ -26,5 +30,7 @@ def make_environment(config: EnvironmentConfig, tokenizer: Any) -> Environment:
     found = find_environment(config)
     try:
         return found(tokenizer, **config.options)
+    except UserError:
+        raise
     except Exception as error:  # no `run`, or whatever its constructor says about the options
         raise UserError(f"environment {config.name!r} cannot be made: {describe(error)}") from error

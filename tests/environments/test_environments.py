@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rl_tpu.config.schema import EnvironmentConfig
-from rl_tpu.environments import Environment, Transcript, make_environment
+from rl_tpu.environments import Chat, Environment, Transcript, make_environment
 from rl_tpu.errors import UserError
 from rl_tpu.types import Completion, Prompt, SamplingParams, VersionSpan
 
@@ -126,8 +126,12 @@ def test_right_cut_off_and_long_answers_are_not_retried(byte_tokenizer, prompt):
 def test_message_after_a_turn_without_its_end_token_ends_it(byte_tokenizer, prompt):
     transcript = Transcript(prompt)
     transcript.add_completion(completion(byte_tokenizer, "6", end=False))
-    message = byte_tokenizer.decode(transcript.message_ids(byte_tokenizer, "No."))
-    assert message == "<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
+    message = transcript.render(Chat(byte_tokenizer), [{"role": "user", "content": "No."}])
+    assert (
+        byte_tokenizer.decode(message.ids)
+        == message.text
+        == "<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 class NeedsOption(Environment):
