@@ -13,6 +13,7 @@ ENVIRONMENTS = {
     "single_turn": "rl_tpu.environments.single_turn:SingleTurn",
     "multi_turn": "rl_tpu.environments.multi_turn:MultiTurn",
     "tools": "rl_tpu.environments.tool_use:ToolUse",
+    "openai_agent": "rl_tpu.environments.agent.openai_agent:OpenAIAgent",
 }
 
 

@@ -20,6 +20,7 @@ from rl_tpu.environments.agent.session import Node, Session
 from rl_tpu.environments.base import Environment, Generate
 from rl_tpu.environments.calling import together
 from rl_tpu.environments.chat import Chat
+from rl_tpu.environments.conversation import require_positive
 from rl_tpu.environments.template_check import TemplateCheck
 from rl_tpu.errors import RunError
 from rl_tpu.registry import describe
@@ -74,10 +75,7 @@ class AgentEnvironment(Environment):
         port: int,
     ) -> None:
         super().__init__(tokenizer)
-        if timeout_s <= 0 or max_concurrent < 1:
-            raise ValueError(
-                f"timeout_s ({timeout_s}) must be above 0 and max_concurrent ({max_concurrent}) at least 1"
-            )
+        require_positive(timeout_s=timeout_s, max_concurrent=max_concurrent)
         self._timeout_s = timeout_s
         self._on_error = on_error
         self._failure_reward = failure_reward
