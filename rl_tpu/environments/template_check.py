@@ -38,7 +38,7 @@ class TemplateCheck:
                 return None
             written = self._chat.render(transcript.conversation(self._chat, len(transcript.turns) - 1), True)
         except UserError as error:
-            self._report("refused", f"{error}; at once, that is: what the policy read was rendered turn by turn")
+            self._report("refused", f"{error}; what the policy read was rendered turn by turn")
             return True
         held = "".join(text for _, text in pieces)
         if written == held:
@@ -52,7 +52,7 @@ class TemplateCheck:
                 kind, why = "reasoning", " (it leaves out or changes the reasoning of earlier turns)"
         self._report(
             kind,
-            f"at {where} the chat template writes {_excerpt(written, at)} where the transcript has {_excerpt(held, at)}"
+            f"at {where} it writes {_excerpt(written, at)} where the transcript has {_excerpt(held, at)}"
             f"{why}. Training uses the transcript, the tokens that the policy read and wrote; serve the policy with a"
             " template that keeps them",
         )
@@ -61,9 +61,8 @@ class TemplateCheck:
     def _report(self, kind: str, message: str) -> None:
         if kind not in self._reported:
             self._reported.add(kind)
-            log.warning(
-                "%s. Further differences of this kind are only counted (environment/template_mismatch).", message
-            )
+            more = "Further differences of this kind are only counted (environment/template_mismatch)"
+            log.warning("The chat template, given a whole conversation: %s. %s.", message, more)
 
 
 def _first_difference(one: str, other: str) -> int:
@@ -81,4 +80,7 @@ def _piece(pieces: list[tuple[str, str]], at: int) -> tuple[str, str]:
 
 
 def _excerpt(text: str, at: int) -> str:
-    return repr(text[at : at + EXCERPT]) + ("..." if len(text) > at + EXCERPT else "")
+    """From ``at`` on, or from the beginning of a tag that two texts have the beginning of in common."""
+    tag = text.rfind("<", max(0, at - 20), at)
+    start = at if tag < 0 or ">" in text[tag:at] else tag
+    return repr(text[start : start + EXCERPT]) + ("..." if len(text) > start + EXCERPT else "")
