@@ -116,11 +116,10 @@ class Conversation(Environment):
         if params.seed is not None:
             params = replace(params, seed=params.seed + number)
         progress = Progress(prompt, number, Transcript(prompt), {"seconds": 0.0})
-        progress.transcript.add_completion(first)
         time_limit = asyncio.timeout_at(deadline)
         try:
             async with time_limit:
-                reason = await self._take_turns(progress, params, generate)
+                reason = await self._take_turns(progress, first, params, generate)
         except TimeoutError:
             if not time_limit.expired():
                 raise
@@ -130,11 +129,13 @@ class Conversation(Environment):
             self._count_failure(failure)
         return self._finish(progress, reason)
 
-    async def _take_turns(self, progress: Progress, params: SamplingParams, generate: Generate) -> str:
-        """Goes on after the first turn to the end of the sample; why it ended."""
+    async def _take_turns(
+        self, progress: Progress, completion: Completion, params: SamplingParams, generate: Generate
+    ) -> str:
+        """From the first turn to the end of the sample; why it ended."""
         transcript = progress.transcript
-        reason = transcript.finish_reason
-        while reason == "stop":
+        transcript.add_completion(completion)
+        while completion.finish_reason == "stop":
             with _respond_errors():
                 reply = await self._timed_respond(progress)
                 transcript.turns[-1].reward = float(reply.reward)
@@ -149,8 +150,7 @@ class Conversation(Environment):
             transcript.add_messages(rendered)
             [completion] = await generate(transcript.ids, self._turn_params(transcript, params), 1)
             transcript.add_completion(completion)
-            reason = completion.finish_reason
-        return reason
+        return completion.finish_reason
 
     async def _timed_respond(self, progress: Progress) -> Reply:
         clock = asyncio.get_running_loop().time

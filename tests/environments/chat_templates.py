@@ -61,7 +61,8 @@ QWEN3 = (
     "{% set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}"
     "{% if loop.index0 > last.question and (loop.last or reasoning) %}"
-    "{{ '<think>\n' + reasoning + '\n</think>\n\n' }}{% endif %}{{ content + '<|im_end|>\n' }}"
+    "{{ '<think>\n' + reasoning + '\n</think>\n\n' }}{% set content = content.lstrip('\n') %}{% endif %}"
+    "{{ content + '<|im_end|>\n' }}"
     + _ANSWERS
     + "{% endif %}{% endfor %}"
     + _OPENING.replace(
