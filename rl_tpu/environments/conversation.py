@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rl_tpu.environments.base import Environment, Generate
 from rl_tpu.environments.calling import together
@@ -64,6 +64,9 @@ class Conversation(Environment):
         template: more options of the chat template, for example ``{enable_thinking: false}``.
     """
 
+    counts: ClassVar[tuple[str, ...]] = ()
+    """Measures that `respond` adds to; every sample has them, from 0."""
+
     def __init__(
         self,
         tokenizer: Any,
@@ -115,7 +118,7 @@ class Conversation(Environment):
     ) -> Sample:
         if params.seed is not None:
             params = replace(params, seed=params.seed + number)
-        progress = Progress(prompt, number, Transcript(prompt), {"seconds": 0.0})
+        progress = Progress(prompt, number, Transcript(prompt), dict.fromkeys(("seconds", *self.counts), 0.0))
         time_limit = asyncio.timeout_at(deadline)
         try:
             async with time_limit:

@@ -39,6 +39,8 @@ class ToolUse(Conversation):
             (`sample`), or ends the run (`fail`).
     """
 
+    counts = ("tool_calls", "tool_errors", "tool_faults", "tool_seconds")
+
     def __init__(
         self,
         tokenizer: Any,
@@ -94,8 +96,6 @@ class ToolUse(Conversation):
 
     async def respond(self, progress: Progress) -> Reply:
         count = progress.measures
-        for name in ("tool_calls", "tool_errors", "tool_faults", "tool_seconds"):
-            count.setdefault(name, 0.0)
         _, calls = parse_calls(progress.transcript.turn_text(self.chat))
         count["tool_calls"] += len(calls)
         answers = await together(self._answer(each, index, count) for index, each in enumerate(calls))
