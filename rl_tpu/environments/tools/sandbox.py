@@ -75,13 +75,14 @@ class Sandbox:
     def _run(self, program: str, cancelled: threading.Event) -> Outcome:
         scratch = self._directories.make()
         try:
-            with self._start(program, scratch) as process:
-                try:
-                    return watch(process, scratch, self._limits, cancelled)
-                finally:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait(_END_TIMEOUT_S)
+            process = self._start(program, scratch)
+            try:
+                return watch(process, scratch, self._limits, cancelled)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait(_END_TIMEOUT_S)
+                process.stdout.close()
         finally:
             remove_tree(scratch)
 

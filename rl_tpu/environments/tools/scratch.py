@@ -64,7 +64,7 @@ def holds_more(top: Path, most_bytes: int, most_entries: int) -> bool:
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
                     else:
-                        held += entry.stat(follow_symlinks=False).st_blocks * 512
+                        held += entry.stat(follow_symlinks=False).st_size
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:  # so deep that nobody can count it
                 return True

@@ -22,7 +22,7 @@ START_TIMEOUT_S = 60.0
 MB = 1_000_000
 _LOOK_S = 0.1
 """How often the scratch directory is looked at, and whether the call was cancelled."""
-_MOST_ENTRIES = 10_000
+_MOST_ENTRIES = 1000
 
 
 class NotIsolated(Exception):

@@ -82,7 +82,7 @@ def _checks(pid: int) -> dict[str, list[Instruction]]:
         "ioctl": _only(1, _IOCTL_REQUESTS),
         "socketpair": _only(0, (socket.AF_UNIX,)),
         # With an address a datagram could go to any socket.
-        "sendto": [_load(4), (_IF_EQUAL, 0, 2, 0), _load(4, high=True), *_only_loaded((0,)), _refuse(errno.EPERM)],
+        "sendto": [_load(4), (_IF_EQUAL, 0, 3, 0), _load(4, high=True), *_only_loaded((0,)), _refuse(errno.EPERM)],
     }
 
 
