@@ -53,11 +53,12 @@ def cache_directory() -> str:
     return os.environ.get("RL_TPU_CACHE") or str(Path.home() / ".cache" / "rl_tpu")
 
 
-def file_digest(path: str) -> str:
-    """Ten hexadecimal digits that change when the Python files beside `path` do: names what such a script once made."""
+def file_digest(*paths: str) -> str:
+    """Ten hexadecimal digits that change when the Python files beside the paths do: names what such scripts once made."""
     digest = xxhash.xxh3_64()
-    for source in sorted(find_file(path).parent.glob("*.py")):
-        digest.update(source.read_bytes())
+    for path in paths:
+        for source in sorted(find_file(path).parent.glob("*.py")):
+            digest.update(source.read_bytes())
     return digest.hexdigest()[:10]
 
 
