@@ -58,7 +58,7 @@ def make_tokenizer(pieces: list[str], chat_template: str = CHAT_TEMPLATE) -> Pre
         ),
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=chat_template
     )
 
 
