@@ -50,6 +50,7 @@ def server_options(config: RunConfig, model_dir: Path, index: int) -> dict[str, 
         "random_seed": config.seed + index,
         "weight_version": "0",
         "custom_weight_loader": [LOADER],
+        "incremental_streaming_output": True,
         # A model's generation_config.json must not change how requests are sampled.
         "sampling_defaults": "openai",
         "log_level": "warning",

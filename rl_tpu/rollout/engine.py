@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl_tpu.errors import RunError
-from rl_tpu.types import Completion, SamplingParams
+from rl_tpu.rollout.drafts import Draft
 
 
 class EngineLostError(RunError):
@@ -39,8 +39,9 @@ class Engine(Protocol):
     name: str
     """How messages call it, for example ``engine 0``."""
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
-        """``n`` completions of the prompt; with ``finish_reason`` ``abort`` what an update aborted.
+    async def write(self, drafts: Sequence[Draft]) -> None:
+        """Go on with unfinished samples until all are finished, or aborted by an update. They grow meanwhile, and keep what
+        was written where this ends with an error.
 
         Raises:
             UserError: no engine could serve this request.

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,17 @@ from rl_tpu.config.schema import RunConfig
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.checksums import differing, expected_checksums, key_value_heads
 from rl_tpu.rollout.delivery import make_delivery
+from rl_tpu.rollout.drafts import ABORT, Draft, make_drafts
 from rl_tpu.rollout.engine import Engine, EngineLostError, UpdateRefusedError, WeightUpdate
+from rl_tpu.rollout.routing import Router
 from rl_tpu.rollout.sglang import SGLangEngine
 from rl_tpu.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
+
+COUNTED = ("sync/aborted_requests", "rollout/resumed_samples", "rollout/reused_tokens")
+"""Metrics counted from one update to the next: samples that updates took out of engines, those that were gone on with by
+another request, and the tokens that these had by then."""
 
 
 class Fleet:
@@ -48,12 +55,14 @@ class Fleet:
         self._syncing = False
         self._changed = asyncio.Event()
         """Set, and replaced, whenever an engine comes back or is given up."""
-        self._aborted = 0
-        """Samples aborted by an update and not yet reported."""
+        self._counted: Counter[str] = Counter()
+        """Not yet reported."""
+        self._aside: dict[str, Evaluator] = {}
+        """By the engine that was set aside for it."""
         self._requests = 0
         """Requests since the last update."""
-        self._load = dict.fromkeys((engine.name for engine in engines), 0)
-        """Tokens asked of each engine and not yet answered."""
+        names = [engine.name for engine in engines]
+        self._router = Router(names, config.rollout.max_running_requests, lambda: [e.name for e in self._serving()])
 
     @classmethod
     async def start(
@@ -91,33 +100,43 @@ class Fleet:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1, session: str | None = None
     ) -> list[Completion]:
-        """``n`` completions from the engine with the least to do. If that is lost meanwhile, another one is asked; if an
-        update aborted one of them (weight_sync.pause_mode), all n are asked for again.
+        """``n`` completions, from the engine of the session or from the one with the least to do (see `routing`).
+
+        If an engine is lost meanwhile, or an update takes the samples out of it (weight_sync.pause_mode=resume), another
+        one goes on where it stopped; with pause_mode=abort they are written again from the start.
 
         Without a seed of its own a request gets one that follows from the run's seed, the policy version and the number
         of requests before it under that version.
         """
-        cost = n * (len(prompt_ids) + params.max_response_tokens)
         if params.seed is None:
             params = dataclasses.replace(params, seed=self._next_seed())
-        while True:
+        drafts = make_drafts(prompt_ids, params, n)
+        while unfinished := [draft for draft in drafts if not draft.finished]:
             await self._require_engine()
-            engine, ended = self._least_busy(), self._delivery.ended
-            self._load[engine.name] += cost
-            try:
-                completions = await engine.generate(prompt_ids, params, n)
-            except RunError as error:
-                if not await self._lose_if_broken(engine, error):
-                    raise
-                continue
-            finally:
-                self._load[engine.name] -= cost
-            aborted = sum(completion.finish_reason == "abort" for completion in completions)
-            if not aborted:
-                return completions
-            if self._config.weight_sync.pause_mode != "abort" or self._delivery.begun == ended:
-                raise RunError(f"{engine.name} aborted an answer, which is no sample of the policy")
-            self._aborted += aborted
+            await self._write(unfinished, session)
+        return [draft.completion() for draft in drafts]
+
+    @contextlib.asynccontextmanager
+    async def set_aside(self) -> AsyncIterator[Evaluator]:
+        """Take the least busy engine out of routing and of updates: inside, it serves the policy that it has now.
+
+        At the end it is brought the newest policy and serves again like the others. Raises RunError if fewer than two
+        engines serve.
+        """
+        serving = self._serving()
+        if len(serving) < 2:
+            raise RunError(f"no engine can be set aside: {len(serving)} of {len(self.engines)} serve")
+        engine = min(serving, key=lambda engine: self._router.tokens[engine.name])
+        held = self._policy
+        self._aside[engine.name] = evaluator = Evaluator(self, engine.name)
+        try:
+            yield evaluator
+        finally:
+            del self._aside[engine.name]
+            if engine.name not in self.lost and held is not self._policy:
+                self._lose(engine, "it keeps an older policy until it has taken the newest one", warn=False)
+                self._restarts[engine.name] = asyncio.create_task(self._catch_up(engine))
+            self._notify()
 
     async def update_weights(self, handle: Mapping[str, Any], version: int) -> dict[str, float]:
         """Bring policy ``version`` to all engines at the same time; metrics ``sync/*``, the slowest engine's.
@@ -127,10 +146,11 @@ class Fleet:
         """
         self._policy, self._requests = (handle, version), 0
         self._updates = {}
-        await self._bring([engine for engine in self.engines if engine.name not in self._restarts])
-        self._failed = {engine.name for engine in self.engines} - self._updates.keys()
-        aborted, self._aborted = self._aborted, 0
-        return self._metrics() | {"sync/aborted_requests": float(aborted)}
+        updated = [engine for engine in self.engines if engine.name not in self._aside]
+        await self._bring([engine for engine in updated if engine.name not in self._restarts])
+        self._failed = {engine.name for engine in updated} - self._updates.keys()
+        counted, self._counted = self._counted, Counter()
+        return self._metrics() | {name: float(counted[name]) for name in COUNTED}
 
     async def reload(self, handle: Mapping[str, Any], version: int) -> dict[str, float]:
         """Bring the same version, published whole, to the engines that are ``behind``; metrics of the sync so far."""
@@ -142,7 +162,7 @@ class Fleet:
     def behind(self) -> list[Engine]:
         """Engines that live and do not hold the newest policy."""
         late = [engine for engine in self.engines if engine.name not in self._updates]
-        return [engine for engine in late if engine.name not in self._restarts]
+        return [engine for engine in late if engine.name not in self._restarts and engine.name not in self._aside]
 
     @contextlib.asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
@@ -222,12 +242,27 @@ class Fleet:
             self._lose(engine, str(error))
         if dead and engine.name not in self._restarts:
             self._restarts[engine.name] = asyncio.create_task(self._restart(engine))
+        if lost:
+            self._notify()
         return lost
 
     async def _restart(self, engine: Engine) -> None:
         """Start an engine anew and have it take the newest policy."""
         try:
             await engine.restart()
+        except (RunError, UserError) as error:
+            self.lost[engine.name] = str(error)
+            log.warning("%s could not be started anew: %s", engine.name, error)
+            del self._restarts[engine.name]
+            self._notify()
+        else:
+            await self._catch_up(engine)
+            if engine.name not in self.lost:
+                log.warning("%s was started anew and serves again", engine.name)
+
+    async def _catch_up(self, engine: Engine) -> None:
+        """Have an engine out of routing take the newest policy, and serve again."""
+        try:
             policy, update = None, None
             while policy is not self._policy:
                 policy = self._policy
@@ -240,12 +275,11 @@ class Fleet:
                     # else a newer one has replaced it meanwhile
         except (RunError, UserError) as error:
             self.lost[engine.name] = str(error)
-            log.warning("%s could not be started anew: %s", engine.name, error)
+            log.warning("%s did not take the newest policy: %s", engine.name, error)
         else:
             if update is not None:
                 self._updates[engine.name] = update
             self.lost.pop(engine.name)
-            log.warning("%s was started anew and serves again", engine.name)
         finally:
             del self._restarts[engine.name]
             self._notify()
@@ -258,21 +292,55 @@ class Fleet:
             await self._changed.wait()
 
     def _notify(self) -> None:
-        """Wake up who waits for an engine."""
+        """Wake up who waits for an engine, also where none will come."""
         self._changed.set()
         self._changed = asyncio.Event()
+        self._router.changed()
+        if not self._serving() and not (self._restarts or self._syncing):
+            self._router.fail(RunError(f"no engine is left: {self._losses()}"))
 
-    def _lose(self, engine: Engine, reason: str) -> None:
+    def _lose(self, engine: Engine, reason: str, *, warn: bool = True) -> None:
         if engine.name in self.lost:
             return  # the first reason says most
         self.lost[engine.name] = reason
-        log.warning("%s gets no more requests until it has taken a new policy: %s", engine.name, reason)
+        self._router.fail(EngineLostError(reason), engine.name)
+        if evaluator := self._aside.get(engine.name):
+            evaluator.lost = reason
+        if warn:
+            log.warning("%s gets no more requests until it has taken a new policy: %s", engine.name, reason)
 
     def _serving(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.name not in self.lost]
+        """Those that take any request."""
+        return [engine for engine in self.engines if engine.name not in self.lost and engine.name not in self._aside]
 
-    def _least_busy(self) -> Engine:
-        return min(self._serving(), key=lambda engine: self._load[engine.name])
+    async def _write(self, drafts: Sequence[Draft], session: str | None, only: frozenset[str] | None = None) -> None:
+        """Go on with samples on one engine, until they are finished or it cannot go on. Raises what another engine would
+        not do better."""
+        written = sum(len(draft.response_ids) for draft in drafts)
+        tokens = sum(len(draft.prompt_ids) + draft.params.max_response_tokens for draft in drafts)
+        seat = await self._router.seat(len(drafts), tokens, session, only)
+        if written:
+            self._counted["rollout/resumed_samples"] += sum(bool(draft.response_ids) for draft in drafts)
+            self._counted["rollout/reused_tokens"] += written
+        engine = next(engine for engine in self.engines if engine.name == seat.engine)
+        ended = self._delivery.ended
+        with self._router.taken(seat) as one_leaves:
+            for draft in drafts:
+                draft.on_finish = one_leaves
+            try:
+                await engine.write(drafts)
+            except RunError as error:
+                if not await self._lose_if_broken(engine, error):
+                    raise
+        aborted = [draft for draft in drafts if draft.finish_reason == ABORT]
+        mode = self._config.weight_sync.pause_mode
+        if aborted and engine.name not in self.lost:
+            if mode not in ("abort", "resume") or self._delivery.begun == ended:
+                raise RunError(f"{engine.name} aborted an answer, which is no sample of the policy")
+            self._counted["sync/aborted_requests"] += len(aborted)
+            if mode == "abort":
+                for draft in aborted:
+                    draft.restart()
 
     def _losses(self) -> str:
         return "; ".join(self.lost[engine.name] for engine in self.engines if engine.name in self.lost)
@@ -283,3 +351,24 @@ class Fleet:
         self._requests += 1
         # Below 2**62, so that adding a sample's number stays within SGLang's signed 64 bits.
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
+
+
+class Evaluator:
+    """An engine that was set aside, as `Fleet.generate` offers the others."""
+
+    def __init__(self, fleet: Fleet, engine: str):
+        self.engine = engine
+        self.lost: str | None = None
+        """Why it is none any more; the engine may serve again, but not the policy that it was to keep."""
+        self._fleet = fleet
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1, session: str | None = None
+    ) -> list[Completion]:
+        """``n`` completions under the policy that the engine keeps. Raises RunError if it is lost."""
+        drafts = make_drafts(prompt_ids, params, n)
+        while unfinished := [draft for draft in drafts if not draft.finished]:
+            if self.lost:
+                raise EngineLostError(self.lost)
+            await self._fleet._write(unfinished, session, frozenset({self.engine}))
+        return [draft.completion() for draft in drafts]

@@ -1,55 +1,65 @@
-"""SGLang's requests and answers, as of 0.5.23. Pure: no network, no engine."""
+"""SGLang's requests and answers, as of 0.5.23."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import aiohttp
+
 from rl_tpu.errors import RunError, UserError
-from rl_tpu.types import SUPPORT_TOKENS, Completion, SamplingParams, VersionSpan
+from rl_tpu.rollout.drafts import Draft
+from rl_tpu.types import SUPPORT_TOKENS, SamplingParams, VersionSpan
+
+STREAM_TOKENS = 64
+"""An engine sends what it wrote every so many tokens: so many of a sample are lost at most where it is killed."""
 
 
-def request_body(
-    prompt_ids: Sequence[int], params: SamplingParams, n: int, vocabulary: int, seeded: bool
-) -> dict[str, Any]:
-    """Body of ``/generate`` for n samples of one prompt, with the log-probabilities of the sampled tokens.
+def request_body(drafts: Sequence[Draft], vocabulary: int, seeded: bool) -> dict[str, Any]:
+    """Body of ``/generate`` to go on with samples, with the log-probabilities of the sampled tokens.
 
     SGLang's ordinary log-probabilities are those of the whole distribution at the request's temperature (1 if greedy).
     Where top_p, top_k or min_p truncate it they are not those of the distribution that was sampled from, so these are
     asked for as well; the truncation is then taken among the ``SUPPORT_TOKENS`` likeliest tokens.
 
-    Sample i is drawn with seed ``params.seed + i``; engines without seeded sampling ignore it.
-
     Raises UserError for what SGLang does not check and its scheduler would die of: a token id outside of the vocabulary
-    (on a CPU), and min_p where sampling is ``seeded``.
+    (on a CPU), and min_p where sampling is ``seeded``. An engine without seeded sampling ignores seeds.
     """
-    if seeded and params.min_p > 0:
-        raise UserError(
-            "SGLang has no min_p in seeded sampling: leave min_p at 0, or set"
-            " rollout.server_options.enable_deterministic_inference to false"
-        )
-    if not prompt_ids or not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
-        where = f"a token id outside of the model's vocabulary of {vocabulary}" if prompt_ids else "no token"
-        raise UserError(f"a prompt of {len(prompt_ids)} tokens has {where}; is the tokenizer the model's own?")
-    sampling: dict[str, Any] = {
+    asked = [draft.request() for draft in drafts]
+    for prompt_ids, params in asked:
+        if seeded and params.min_p > 0:
+            raise UserError(
+                "SGLang has no min_p in seeded sampling: leave min_p at 0, or set"
+                " rollout.server_options.enable_deterministic_inference to false"
+            )
+        if not prompt_ids or not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
+            where = f"a token id outside of the model's vocabulary of {vocabulary}" if prompt_ids else "no token"
+            raise UserError(f"a prompt of {len(prompt_ids)} tokens has {where}; is the tokenizer the model's own?")
+    truncated = any(is_truncated(params) for _, params in asked)
+    return {
+        "input_ids": [prompt_ids for prompt_ids, _ in asked],
+        "sampling_params": [_sampling(params, vocabulary) for _, params in asked],
+        "return_logprob": True,
+        "stream": True,
+        **({"return_sampling_mask": True} if truncated else {}),
+    }
+
+
+def _sampling(params: SamplingParams, vocabulary: int) -> dict[str, Any]:
+    top_k = params.top_k
+    if is_truncated(params):
+        support = min(vocabulary, SUPPORT_TOKENS)
+        top_k = params.top_k if 0 < params.top_k < support else support
+    return {
         "max_new_tokens": params.max_response_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "top_k": params.top_k,
+        "top_k": top_k,
         "min_p": params.min_p,
         "stop_token_ids": list(params.stop_token_ids),
-    }
-    truncated = is_truncated(params)
-    if truncated:
-        support = min(vocabulary, SUPPORT_TOKENS)
-        sampling["top_k"] = params.top_k if 0 < params.top_k < support else support
-    seeds = [{} if params.seed is None else {"sampling_seed": params.seed + i} for i in range(n)]
-    return {
-        "input_ids": [list(prompt_ids)] * n,
-        "sampling_params": [{**sampling, **seed} for seed in seeds],
-        "return_logprob": True,
-        **({"return_sampling_mask": True} if truncated else {}),
+        "stream_interval": STREAM_TOKENS,
+        **({} if params.seed is None else {"sampling_seed": params.seed}),
     }
 
 
@@ -57,20 +67,35 @@ def is_truncated(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
 
 
-def parse_completion(item: dict[str, Any]) -> Completion:
-    """One element of the answer of ``/generate``. Of what was aborted while it waited SGLang tells only a part."""
-    meta = item["meta_info"]
+async def events(stream: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """The elements of a streamed answer (server-sent events)."""
+    pending = b""
+    async for received in stream.iter_any():
+        *whole, pending = (pending + received).split(b"\n\n")
+        for event in whole:
+            text = event.removeprefix(b"data: ")
+            if text != b"[DONE]":
+                yield json.loads(text)
+
+
+def read_event(event: dict[str, Any], draft: Draft, received: int) -> int:
+    """Add one element of a streamed answer to its sample; how many tokens of the request are now ``received``.
+
+    What it brings of a sample that was aborted while it waited may have been sent before: SGLang counts the tokens.
+    """
+    meta = event["meta_info"]
     logprobs = meta.get("output_token_sampling_logprobs")
     if logprobs is None:
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
-    spans = meta.get("weight_versions", ())
-    return Completion(
-        response_ids=item["output_ids"],
-        logprobs=logprobs,
-        finish_reason=meta["finish_reason"]["type"],
-        spans=[VersionSpan(int(span["version"]), span["start"], span["end"]) for span in spans],
-        cached_prompt_tokens=meta.get("cached_tokens", 0),
-    )
+    new = meta["completion_tokens"] - received
+    spans = [VersionSpan(int(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions", ())]
+    if received == 0 and not draft.response_ids:
+        draft.cached_prompt_tokens = meta.get("cached_tokens", 0)
+    if new > 0:
+        draft.extend(event["output_ids"][:new], logprobs[:new], spans)
+    if reason := meta["finish_reason"]:
+        draft.finish(reason["type"])
+    return received + max(0, new)
 
 
 def parse_json(engine: str, path: str, status: int, text: str) -> Any:

@@ -35,9 +35,10 @@ def prepare() -> None:
     """What every process of the server needs before it imports SGLang."""
     if sglang_cpu.chosen():
         sglang_cpu.prepare_process()
-    from rl_tpu.rollout import distributed_loader, prefix_cache, weight_loader, worker_environment
+    from rl_tpu.rollout import distributed_loader, prefix_cache, streamed_versions, weight_loader, worker_environment
 
     prefix_cache.register_hooks()
+    streamed_versions.register_hooks()
     weight_loader.register_hooks()
     distributed_loader.register_hooks()
     worker_environment.register_hooks()

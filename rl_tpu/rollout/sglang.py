@@ -19,8 +19,9 @@ from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.actor import ServerActor
 from rl_tpu.rollout.arguments import server_environment, server_options
 from rl_tpu.rollout.checksums import on_rank
+from rl_tpu.rollout.drafts import Draft, make_drafts
 from rl_tpu.rollout.engine import EngineLostError, UpdateRefusedError, WeightUpdate
-from rl_tpu.rollout.responses import parse_completion, parse_json, request_body
+from rl_tpu.rollout.responses import events, parse_json, read_event, request_body
 from rl_tpu.rollout.weight_loader import LOADER, NOTHING_LOADED, load_payload, stage_action, staged_action
 from rl_tpu.types import Completion, SamplingParams
 
@@ -29,6 +30,8 @@ CONTROL_TIMEOUT_S = 30.0
 SHARED_PROMPT_TOKENS = 16
 """A prompt this long is read once before its n samples are asked for, which then find it in the prefix cache. (SGLang's
 own ``n`` does the same, but gives all n samples one seed.)"""
+NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
+"""Of a single read: the deadline is the whole request's."""
 POLL_S = 0.02
 """Between two questions whether a version is staged."""
 CLEANUP_TIMEOUT_S = 10.0
@@ -86,17 +89,26 @@ class SGLangEngine:
         return engine
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
-        seeded = bool(self._options.get("enable_deterministic_inference"))
-        body = request_body(prompt_ids, params, n, self._vocabulary, seeded)
-        timeout_s = self._config.rollout.request_timeout_s
+        """``n`` completions of the prompt; with ``finish_reason`` ``abort`` what an update aborted."""
+        drafts = make_drafts(prompt_ids, params, n)
+        await self.write(drafts)
+        return [draft.completion() for draft in drafts]
+
+    async def write(self, drafts: Sequence[Draft]) -> None:
         broken_loads = len(self._broken_loads)
-        if n > 1 and len(prompt_ids) >= SHARED_PROMPT_TOKENS:
-            read_only = {"input_ids": list(prompt_ids), "sampling_params": {"max_new_tokens": 0}}
-            await self.post("/generate", read_only, timeout_s, retry=True)
-        answer = await self.post("/generate", body, timeout_s, retry=True)
+        try:
+            async with asyncio.timeout(self._config.rollout.request_timeout_s):
+                prompt = drafts[0].prompt_ids
+                fresh = not any(draft.response_ids for draft in drafts)
+                if fresh and len(drafts) > 1 and len(prompt) >= SHARED_PROMPT_TOKENS:
+                    self._body(drafts)  # refuses what the server would die of
+                    read_only = {"input_ids": list(prompt), "sampling_params": {"max_new_tokens": 0}}
+                    await self.post("/generate", read_only, None, retry=True)
+                await self._stream("/generate", drafts)
+        except TimeoutError:
+            raise RunError(self._late("/generate", self._config.rollout.request_timeout_s)) from None
         if len(self._broken_loads) > broken_loads:
             raise EngineLostError(f"{self.name} dropped its requests: {self._broken_loads[broken_loads]}")
-        return [parse_completion(item) for item in answer]
 
     async def stage(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
         sync = self._config.weight_sync
@@ -225,9 +237,10 @@ class SGLangEngine:
         Where a load broke off, samples in flight are dropped: no token may come from weights that are no policy.
         """
         mode = self._config.weight_sync.pause_mode
-        await self.post(
-            "/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"}, CONTROL_TIMEOUT_S
-        )
+        if mode == "resume":  # of what is aborted once it was retracted SGLang does not tell everything that it wrote
+            await self.post("/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
+        how = "in_place" if mode == "in_place" else "retract"
+        await self.post("/pause_generation", {"mode": how}, CONTROL_TIMEOUT_S)
         try:
             if mode == "abort":
                 await self.post("/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
@@ -244,7 +257,37 @@ class SGLangEngine:
         finally:
             await self.post("/continue_generation", {}, CLEANUP_TIMEOUT_S)
 
-    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float, retry: bool = False) -> Any:
+    async def _stream(self, path: str, drafts: Sequence[Draft], retry: bool = True) -> None:
+        """Read a streamed answer into its samples. A connection that broke is made once more, if the server lives."""
+        for draft in drafts:
+            draft.begin()
+        drafts = [draft for draft in drafts if not draft.finished]
+        if not drafts:
+            return
+        body, starts, received = self._body(drafts), self.starts, [0] * len(drafts)
+        try:
+            async with self._http().post(self.url + path, json=body, timeout=NO_TIMEOUT) as response:
+                if response.status != 200:
+                    parse_json(self.name, path, response.status, await response.text())
+                async for event in events(response.content):
+                    if "error" in event:
+                        parse_json(self.name, path, 400, json.dumps(event))
+                    index = event.get("index", 0)
+                    received[index] = read_event(event, drafts[index], received[index])
+            if not all(draft.finish_reason for draft in drafts):
+                raise ConnectionError("the answer ended before it was whole")
+        except (aiohttp.ClientError, OSError) as error:
+            failure = await self._failure_soon(starts)
+            if failure is not None:
+                raise EngineLostError(failure) from None
+            if not retry:
+                raise RunError(f"{self.name} broke off {path}: {_one_line(error)} (log: {self.log})") from None
+            await self._stream(path, [draft for draft in drafts if not draft.finish_reason], retry=False)
+
+    def _body(self, drafts: Sequence[Draft]) -> dict[str, Any]:
+        return request_body(drafts, self._vocabulary, bool(self._options.get("enable_deterministic_inference")))
+
+    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None, retry: bool = False) -> Any:
         """The JSON answer. ``retry`` a request whose connection broke once, if the server lives and it does no harm.
 
         Raises EngineLostError where SGLang is gone, RunError where it refuses the request or does not answer.
@@ -254,7 +297,7 @@ class SGLangEngine:
             async with self._http().post(self.url + path, json=body, timeout=timeout) as response:
                 status, text = response.status, await response.text()
         except TimeoutError:
-            raise RunError(f"{self.name} did not answer {path} within {timeout_s:g} s (log: {self.log})") from None
+            raise RunError(self._late(path, timeout_s)) from None
         except (aiohttp.ClientError, OSError) as error:
             failure = await self._failure_soon(starts)
             if failure is None and retry:
@@ -263,6 +306,9 @@ class SGLangEngine:
                 raise EngineLostError(failure) from None
             raise RunError(f"{self.name} broke off {path}: {_one_line(error)} (log: {self.log})") from None
         return parse_json(self.name, path, status, text)
+
+    def _late(self, path: str, timeout_s: float) -> str:
+        return f"{self.name} did not answer {path} within {timeout_s:g} s (log: {self.log})"
 
     async def _failure_soon(self, starts: int) -> str | None:
         """Why the server of that start is gone; None if it still runs a second after a connection broke."""

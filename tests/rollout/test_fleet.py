@@ -39,11 +39,11 @@ def served_by(fleet, monkeypatch) -> Counter:
     counts: Counter = Counter()
     for engine in fleet.engines:
 
-        def counting(prompt_ids, params, n, engine=engine, generate=engine.generate):
-            counts[engine.name] += n
-            return generate(prompt_ids, params, n)
+        def counting(drafts, engine=engine, write=engine.write):
+            counts[engine.name] += len(drafts)
+            return write(drafts)
 
-        monkeypatch.setattr(engine, "generate", counting)
+        monkeypatch.setattr(engine, "write", counting)
     return counts
 
 
@@ -59,7 +59,7 @@ def test_requests_are_spread_by_tokens_in_flight(fleet, run, monkeypatch):
     assert [len(completions) for completions in results] == [8] + [2] * 6
     # 8 x 206 tokens wait on the first engine, 6 x 2 x 26 on the other.
     assert counts == {"engine 0": 8, "engine 1": 12}
-    assert set(fleet._load.values()) == {0}
+    assert set(fleet._router.tokens.values()) == set(fleet._router.samples.values()) == {0}
 
 
 def test_an_update_reaches_all_engines(fleet, run, publish, policy):
