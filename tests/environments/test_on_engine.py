@@ -1,36 +1,60 @@
-"""An environment of two turns on a real SGLang engine; transformers is the second source for its log-probabilities."""
+"""Environments of several turns on a real SGLang engine, up to the trainer's gradient.
+
+The policy was taught a conversation of four turns with two tool calls (`talker`), and mostly says it.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 
 import pytest
 import ray
+import talker
 import torch
-from tiny_qwen3 import tiny_config
+from chat_templates import CHATML, make_tokenizer
+from scripted import prompt
 from transformers import Qwen3ForCausalLM
 
-from rl_tpu.config.schema import EnvironmentConfig, RunConfig
-from rl_tpu.environments import make_environment
+from rl_tpu.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, TrainerConfig
+from rl_tpu.environments import Progress, Reply, make_environment
+from rl_tpu.environments.tool_use import ToolUse
 from rl_tpu.rollout.sglang import SGLangEngine
-from rl_tpu.types import Prompt, SamplingParams
+from rl_tpu.trainer.packing import pack
+from rl_tpu.trainer.step import PolicyTrainer
+from rl_tpu.types import SamplingParams
+
+TOKENIZER = make_tokenizer(CHATML)
+TOKENS = 500
+
+
+class FollowUp(ToolUse):
+    """A user who has a second question."""
+
+    async def respond(self, progress: Progress) -> Reply:
+        reply = await super().respond(progress)
+        asked = sum(message["role"] == "user" for message in progress.transcript.conversation(self.chat))
+        if reply.messages or asked == 2:
+            return reply
+        return Reply([{"role": "user", "content": talker.FOLLOW_UP}], reward=0.25)
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, byte_tokenizer):
+def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    more = {"eos_token_id": byte_tokenizer.eos_token_id, "max_position_embeddings": 512, "initializer_range": 0.1}
-    config = tiny_config(len(byte_tokenizer), False, **more)
-    model = Qwen3ForCausalLM(config).to(torch.float32)
-    with torch.no_grad():  # a random policy that likes to end its turn
-        model.lm_head.weight[byte_tokenizer.eos_token_id] *= 2
-    model.save_pretrained(path)
-    byte_tokenizer.save_pretrained(path)
+    talker.teach(path, TOKENIZER)
     return path
 
 
 @pytest.fixture(scope="module")
-def run_config(model_dir):
+def run():
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir, run, tmp_path_factory):
     values = {
         "name": "environment-test",
         "model": {"path": str(model_dir)},
@@ -39,56 +63,165 @@ def run_config(model_dir):
         "rollout": {
             "prompts_per_step": 1,
             "samples_per_prompt": 2,
-            "max_response_tokens": 160,
-            "context_tokens": 512,
-            "kv_cache_tokens": 8192,
+            "max_response_tokens": TOKENS,
+            "context_tokens": 1024,
+            "kv_cache_tokens": 16384,
             "max_running_requests": 16,
             "dtype": "float32",
         },
         "trainer": {"steps": 1},
         "cluster": {"device": "cpu", "chips_per_host": 2, "trainer_chips": 1, "rollout_chips": 1},
     }
-    return RunConfig.model_validate_json(json.dumps(values))
+    config = RunConfig.model_validate_json(json.dumps(values))
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        engine = run(SGLangEngine.start(config, model_dir, tmp_path_factory.mktemp("run"), 0, {"num_cpus": 1}))
+        yield engine
+        run(engine.close())
+    finally:
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
-def ray_of_our_own():
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
+def conversations(engine, run):
+    """Samples of conversations with calls of a tool, and what the engine returned: its prompts and completions, raw."""
+    environment = make_environment(
+        EnvironmentConfig(name="test_on_engine:FollowUp", options={"tools": ["some_tools:add"]}), TOKENIZER
+    )
+    raw = []
+
+    async def generate(ids, params, n):
+        completions = await engine.generate(ids, params, n)
+        raw.extend((tuple(ids), completion.response_ids, completion.logprobs) for completion in completions)
+        return completions
+
+    params = SamplingParams(max_response_tokens=TOKENS, temperature=1.0, seed=3)
+    return run(environment.run(prompt(TOKENIZER, talker.QUESTION), 12, params, generate)), raw
 
 
-def test_two_turns(ray_of_our_own, run_config, model_dir, byte_tokenizer, tmp_path):
-    messages = ({"role": "user", "content": "2 + 3 ="},)
-    ids = byte_tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    prompt = Prompt("p", tuple(ids), "5", messages)
-    params = SamplingParams(max_response_tokens=160, temperature=1.0, seed=11)
+def written(sample):
+    return torch.tensor(sample.loss_mask, dtype=torch.bool)
+
+
+def transformers_logprobs(model, sample):
+    """Of every response token, one sample at a time, without packing."""
+    whole = torch.tensor([sample.prompt_ids + sample.response_ids])
+    logits = model(whole).logits[0, len(sample.prompt_ids) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+
+
+def test_four_turns_with_two_calls_are_what_the_engine_sampled(conversations):
+    samples, raw = conversations
+    whole = [sample for sample in samples if len(sample.turns) == 4 and sample.measures["tool_calls"] == 2]
+    assert len(whole) >= 2
+    texts = [
+        tuple(TOKENIZER.decode(sample.response_ids[each.start : each.end - 1]) for each in sample.turns)
+        for sample in whole
+    ]
+    assert talker.TURNS in texts
+    for sample in samples:
+        for each in sample.turns:
+            read = tuple(sample.prompt_ids + sample.response_ids[: each.start])
+            sampled = (read, sample.response_ids[each.start : each.end], sample.logprobs[each.start : each.end])
+            raw.remove(sampled)  # each of the engine's completions is one turn of one sample
+        turns = torch.zeros(len(sample.response_ids), dtype=torch.bool)
+        for each in sample.turns:
+            turns[each.start : each.end] = True
+        assert torch.equal(turns, written(sample))
+        assert len(sample.response_ids) <= TOKENS
+    assert raw == []
+    for sample in whole:
+        heard = [TOKENIZER.decode(sample.response_ids[a.end : b.start]) for a, b in pairwise(sample.turns)]
+        assert "user\n" + talker.FOLLOW_UP in heard[1]
+        assert all("tool\n" in answer for answer in (heard[0], heard[2]))
+        assert [each.reward for each in sample.turns] == [0, 0.25, 0, 0]
+        assert sample.measures["template_mismatch"] == 0
+    rendered = TOKENIZER.apply_chat_template(talker.conversation(), tokenize=False)
+    sample = whole[texts.index(talker.TURNS)]
+    assert TOKENIZER.decode(sample.prompt_ids + sample.response_ids) + "\n" == rendered
+
+
+def test_the_trainer_s_log_probabilities_are_the_engine_s(conversations, trainer):
+    samples, _ = conversations
+    batch = pack(samples, [1024])
+    found = trainer.logprobs(batch, only_loss=True)
+    ours, theirs = found[batch.loss_mask > 0], batch.sampler_logprobs[batch.loss_mask > 0]
+    assert len(ours) == sum(sum(sample.loss_mask) for sample in samples) > 1000
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+@pytest.fixture
+def trainer(model_dir):
+    config = TrainerConfig(steps=1, row_tokens=[1024], param_dtype="float32")
+    trainer = PolicyTrainer(config, AlgorithmConfig(), model_dir)
+    yield trainer
+    trainer.close()
+
+
+def gradients(trainer, batch):
+    for parameter in trainer.policy.model.parameters():
+        parameter.grad = None
+    trainer.backward(batch)
+    found = {name: parameter.grad.clone() for name, parameter in trainer.policy.model.named_parameters()}
+    return trainer.policy.adapter.to_hf(found)
+
+
+def test_only_what_the_policy_wrote_has_a_gradient(conversations, trainer, model_dir):
+    samples, _ = conversations
+    for number, sample in enumerate(samples):
+        sample.advantage = (-1.0) ** number + 0.1 * number
+    batch = pack(samples, [1024])
+    masked = (batch.labels >= 0) & (batch.loss_mask == 0)
+    assert masked.any()
+
+    # What stands at tokens of the environment or of the prompt does not matter, to the bit.
+    expected = gradients(trainer, batch)
+    for column in (batch.sampler_logprobs, batch.old_logprobs, batch.advantages):
+        column[masked] = torch.randn(int(masked.sum()), generator=torch.Generator().manual_seed(1)) * 5
+    for name, gradient in gradients(trainer, batch).items():
+        assert torch.equal(gradient, expected[name]), name
+
+    # The hidden state that predicts a token reaches the loss through that token's logits alone.
+    states = []
+    hook = trainer.policy.model.lm_head.register_forward_pre_hook(
+        lambda _, inputs: (inputs[0].retain_grad(), states.append(inputs[0]))[0]
+    )
+    gradients(trainer, batch)
+    hook.remove()
+    real = batch.segment_ids > 0
+    sizes = torch.cat(
+        [state.grad.abs().sum(-1).flatten()[: int(row.sum())] for state, row in zip(states, real, strict=True)]
+    )
+    assert (sizes[batch.loss_mask[real] == 0] == 0).all()
+    assert (sizes[batch.loss_mask[real] > 0] > 0).float().mean() > 0.9  # some tokens are as good as certain
+
+    # And it is the gradient of the policy's own tokens, as transformers sees it, one sample at a time.
+    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    tokens = sum(sum(sample.loss_mask) for sample in samples)
+    sum(
+        -sample.advantage * transformers_logprobs(model, sample)[written(sample)].sum() / tokens for sample in samples
+    ).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(expected[name], parameter.grad, atol=2e-5, rtol=2e-3)
+
+
+def test_a_second_chance(engine, run, model_dir):
     name = "examples.custom_environment.retry_once:RetryOnce"
-    environment = make_environment(EnvironmentConfig(name=name, options={"feedback": "No."}), byte_tokenizer)
-
-    async def sample():
-        engine = await SGLangEngine.start(run_config, model_dir, tmp_path, 0, {"num_cpus": 1})
-        try:
-            return await environment.run(prompt, 12, params, engine.generate)
-        finally:
-            await engine.close()
-
-    samples = asyncio.run(sample())
+    environment = make_environment(EnvironmentConfig(name=name, options={"feedback": "No."}), TOKENIZER)
+    params = SamplingParams(max_response_tokens=160, temperature=1.0, seed=11)
+    samples = run(environment.run(prompt(TOKENIZER, "2 + 3 ="), 12, params, engine.generate))
     assert len(samples) == 12
     retried = [sample for sample in samples if 0 in sample.loss_mask]
     assert len(retried) >= 3
-
     model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     for sample in samples:
         assert len(sample.response_ids) == len(sample.loss_mask) == len(sample.logprobs) <= 160
-        whole = torch.tensor([sample.prompt_ids + sample.response_ids])
         with torch.no_grad():
-            logits = model(whole).logits[0, len(sample.prompt_ids) - 1 : -1]
-        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
-        written = torch.tensor(sample.loss_mask, dtype=torch.bool)
-        torch.testing.assert_close(torch.tensor(sample.logprobs)[written], expected[written], atol=1e-4, rtol=1e-3)
-        assert not torch.tensor(sample.logprobs)[~written].any()
+            expected = transformers_logprobs(model, sample)
+        ours = torch.tensor(sample.logprobs)
+        torch.testing.assert_close(ours[written(sample)], expected[written(sample)], atol=1e-4, rtol=1e-3)
+        assert not ours[~written(sample)].any()
         message = [i for i, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask == 0]
         if message:
-            text = byte_tokenizer.decode(message)
+            text = TOKENIZER.decode(message)
             assert text == "\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
