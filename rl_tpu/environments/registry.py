@@ -14,6 +14,7 @@ ENVIRONMENTS = {
     "multi_turn": "rl_tpu.environments.multi_turn:MultiTurn",
     "tools": "rl_tpu.environments.tool_use:ToolUse",
     "openai_agent": "rl_tpu.environments.agent.openai_agent:OpenAIAgent",
+    "verifiers": "rl_tpu.environments.agent.verifiers_tasks:VerifiersTasks",
 }
 
 

@@ -302,3 +302,11 @@ def test_a_port_that_is_taken(byte_tokenizer, run):
 
     with pytest.raises(UserError, match=r"host='192.0.2.1'"):
         run(work())
+
+
+def test_tasks_of_verifiers_need_their_package(byte_tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers", None)  # as if it was not installed, wherever it is
+    config = EnvironmentConfig(name="verifiers", options={"env": {"taskset": {"id": "sums_tasks"}}})
+    with pytest.raises(UserError, match="needs the package verifiers") as error:
+        make_environment(config, byte_tokenizer)
+    assert "\n" not in str(error.value)

@@ -48,7 +48,7 @@ def test_a_moody_agent_trains(start_job, tmp_path):
         *ROWS,
         *options,
         "rollout.samples_per_prompt=4",
-        "+environment.options.failure_reward=-1",
+        "environment.options.failure_reward=-1",
         environment={"PYTHONPATH": str(Path(__file__).parent)},
     )
     code, output = job.finish()

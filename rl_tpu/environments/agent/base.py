@@ -81,7 +81,7 @@ class AgentEnvironment(Environment):
         self._failure_reward = failure_reward
         self._strict = sampling == "strict"
         self._gate = asyncio.Semaphore(max_concurrent)
-        self._endpoint = Endpoint(host, port)
+        self.endpoint = Endpoint(host, port)
         self._template = lru_cache(MAX_TEMPLATES)(self._make_template)
         self._warned: set[str] = set()
 
@@ -90,14 +90,14 @@ class AgentEnvironment(Environment):
         """Have the agent work on the prompt; what it returns is read by `outcome_of`. Cancelled when it is late."""
 
     async def open(self) -> None:
-        await self._endpoint.open()
-        if urllib.request.getproxies().get("http") and not urllib.request.proxy_bypass(self._endpoint.host):
+        await self.endpoint.open()
+        if urllib.request.getproxies().get("http") and not urllib.request.proxy_bypass(self.endpoint.host):
             log.warning(
-                "HTTP_PROXY is set and NO_PROXY does not have %s: agents may not reach the policy", self._endpoint.host
+                "HTTP_PROXY is set and NO_PROXY does not have %s: agents may not reach the policy", self.endpoint.host
             )
 
     async def close(self) -> None:
-        await self._endpoint.close()
+        await self.endpoint.close()
 
     async def run(self, prompt: Prompt, n: int, params: SamplingParams, generate: Generate) -> list[Sample]:
         return await together(self._sample(number, prompt, n, params, generate) for number in range(n))
@@ -115,11 +115,11 @@ class AgentEnvironment(Environment):
             params = dataclasses.replace(params, seed=params.seed + number)
         async with self._gate:
             session = Session(self.tokenizer, self._chat, prompt, params, generate, seed_step=n, strict=self._strict)
-            base_url = self._endpoint.add(session)
+            base_url = self.endpoint.add(session)
             try:
                 outcome = await self._work(session, prompt, base_url)
             finally:
-                self._endpoint.remove(base_url)
+                self.endpoint.remove(base_url)
                 await session.close()
         if session.ignored:
             names = ", ".join(sorted(session.ignored))
@@ -129,13 +129,13 @@ class AgentEnvironment(Environment):
         sample.turns[-1].reward = outcome.reward
         reason = sample.finish_reason
         sample.measures |= {
+            **outcome.measures,
             "turns": float(len(sample.turns) if longest else 0),
             "answers": float(session.answers),
             "other_conversations": float(max(0, session.conversations - 1)),
             "over_tokens": float(reason == "length"),
             "over_time": float(reason == "time"),
             "failed": float(reason == "error"),
-            **outcome.measures,
         }
         return sample
 

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 SHUTDOWN_S = 1.0
 """What an open connection gets at the end; sessions are closed before."""
+SESSION_HEADER = "X-Session-ID"
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -32,8 +33,9 @@ class Endpoint:
         self._port = port
         self._sessions: dict[str, Session] = {}
         app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
-        app.router.add_get("/s/{session}/v1/models", self._models)
+        for place in ("/s/{session}/v1", "/v1"):
+            app.router.add_post(f"{place}/chat/completions", self._chat)
+            app.router.add_get(f"{place}/models", self._models)
         # An agent that hangs up, or is killed, ends its request.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
 
@@ -54,16 +56,31 @@ class Endpoint:
         """Where agents find it."""
         return socket.gethostname() if self._host in EVERYWHERE else self._host
 
+    @property
+    def url(self) -> str:
+        """Of all sessions: a request says in its header X-Session-ID which one it belongs to, by a name given to `name`."""
+        return f"{self._root}/v1"
+
     def add(self, session: Session) -> str:
         """The base URL under which the session is served from now on."""
         key = secrets.token_urlsafe(16)
         self._sessions[key] = session
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self._port}/s/{key}/v1"
+        return f"{self._root}/s/{key}/v1"
+
+    def name(self, base_url: str, name: str) -> None:
+        """Another name, which nobody can guess, for the session of a base URL."""
+        self._sessions[name] = self._sessions[_key(base_url)]
 
     def remove(self, base_url: str) -> None:
-        """Requests to that URL are answered with 404 from now on."""
-        del self._sessions[base_url.split("/")[-2]]
+        """Requests to that session are answered with 404 from now on."""
+        session = self._sessions[_key(base_url)]
+        for key in [key for key, other in self._sessions.items() if other is session]:
+            del self._sessions[key]
+
+    @property
+    def _root(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self._port}"
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -86,10 +103,15 @@ class Endpoint:
         return web.json_response(models(self._session(request).context_tokens))
 
     def _session(self, request: web.Request) -> Session:
-        session = self._sessions.get(request.match_info["session"])
+        key = request.match_info.get("session") or request.headers.get(SESSION_HEADER, "")
+        session = self._sessions.get(key)
         if session is None:
             raise ApiError("there is no such session, or it has ended", status=404)
         return session
+
+
+def _key(base_url: str) -> str:
+    return base_url.split("/")[-2]
 
 
 @web.middleware
