@@ -38,6 +38,8 @@ class Transcript:
         )
         self._between: dict[int, Rendered | None] = {}
         """What follows the policy's turns, by the number of turns before it; None where only its ids are known."""
+        self._texts: dict[int, str] = {}
+        """Of turns, by index: decoded once."""
 
     @property
     def ids(self) -> list[int]:
@@ -100,8 +102,11 @@ class Transcript:
 
     def turn_text(self, chat: Chat, turn: int = -1) -> str:
         """What the policy wrote in a turn: special tokens are kept, the one that ends the turn is not."""
-        ids = self._turn_ids(self.turns[turn])
-        return chat.tokenizer.decode(ids[:-1] if ids and ids[-1] in chat.end_ids else ids)
+        index = turn % len(self.turns)
+        if index not in self._texts:
+            ids, ended = self._turn_ids(self.turns[index]), self._ended(chat, index)
+            self._texts[index] = chat.tokenizer.decode(ids[:-1] if ended else ids)
+        return self._texts[index]
 
     def conversation(self, chat: Chat, turns: int | None = None) -> list[Message]:
         """The prompt's messages and all that followed, turns of the policy as text; or only as far as the policy had read
@@ -122,7 +127,8 @@ class Transcript:
             return None
         pieces = [("the prompt", chat.render(self._prompt.messages, generation_prompt=True))]
         for number, turn in enumerate(self.turns[:-1], start=1):
-            pieces.append((f"turn {number} of the policy", chat.tokenizer.decode(self._turn_ids(turn))))
+            end = chat.tokenizer.decode(self._turn_ids(turn)[-1:]) if self._ended(chat, number - 1) else ""
+            pieces.append((f"turn {number} of the policy", self.turn_text(chat, number - 1) + end))
             if rendered := self._between.get(number):
                 pieces.append((f"what follows turn {number}", rendered.text))
         return pieces
@@ -137,6 +143,10 @@ class Transcript:
 
     def last_turn_ids(self) -> list[int]:
         return self._turn_ids(self.turns[-1])
+
+    def _ended(self, chat: Chat, index: int) -> bool:
+        """Whether the policy ended that turn itself."""
+        return any(last in chat.end_ids for last in self._turn_ids(self.turns[index])[-1:])
 
     def _turn_ids(self, turn: Turn) -> list[int]:
         return self._sample.response_ids[turn.start : turn.end]

@@ -33,6 +33,8 @@ def teach(path: Path, tokenizer: Any) -> None:
     """Cross-entropy on that one text for some seconds; the policy then mostly says it, and now and then something else."""
     text = tokenizer.apply_chat_template(conversation(), tokenize=False)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine two of them wait for each other most of the time
     torch.manual_seed(0)
     more = {"eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 1024, "initializer_range": 0.1}
     model = Qwen3ForCausalLM(tiny_config(len(tokenizer), False, **more)).to(torch.float32)
@@ -42,5 +44,6 @@ def teach(path: Path, tokenizer: Any) -> None:
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    torch.set_num_threads(threads)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
