@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from rl_tpu.environments.base import Environment, Generate
@@ -60,6 +61,7 @@ class Conversation(Environment):
         max_turns: of the policy.
         max_turn_tokens: tokens of one turn of the policy.
         timeout_s: from the start of the first turn to the end of the sample.
+        on_error: what a failure of the environment ends, its ``sample`` or the run (``fail``).
         reward_text: what reward functions read, the policy's ``last_turn`` or the ``whole`` response.
         template: more options of the chat template, for example ``{enable_thinking: false}``.
     """
@@ -71,12 +73,12 @@ class Conversation(Environment):
         self,
         tokenizer: Any,
         *,
-        max_turns: int,
-        max_turn_tokens: int | None,
-        timeout_s: float,
-        reward_text: Literal["last_turn", "whole"],
-        on_error: Literal["sample", "fail"],
-        template: Mapping[str, Any] | None,
+        max_turns: int = 8,
+        max_turn_tokens: int | None = None,
+        timeout_s: float = 600.0,
+        reward_text: Literal["last_turn", "whole"] = "last_turn",
+        on_error: Literal["sample", "fail"] = "sample",
+        template: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(tokenizer)
         require_positive(max_turns=max_turns, max_turn_tokens=max_turn_tokens, timeout_s=timeout_s)
@@ -87,11 +89,14 @@ class Conversation(Environment):
         self.on_error = on_error
         self.template = dict(template or {})
         self._warned: set[str] = set()
-        self._check = TemplateCheck(self.chat)
 
     @property
     def template_options(self) -> Mapping[str, Any]:
         return self.template
+
+    @cached_property
+    def _check(self) -> TemplateCheck:
+        return TemplateCheck(self.chat)
 
     @abstractmethod
     async def respond(self, progress: Progress) -> Reply:

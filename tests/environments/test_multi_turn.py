@@ -207,3 +207,24 @@ def test_bad_options_are_one_line(options, expected):
         make_environment(EnvironmentConfig(name="multi_turn", options=options), TOKENIZER)
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_guide_s_conversation():
+    """The class in docs/extending.md, as it stands there."""
+    guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    [program] = [part for part in guide.split("```python\n")[1:] if "class Echo" in part]
+    namespace = {}
+    exec(program.partition("```")[0], namespace)
+    environment = namespace["Echo"](TOKENIZER, max_turns=2)
+    [sample], script = play(environment, "one two", "three")
+    assert TOKENIZER.decode(script.calls[1][0]).endswith(f"You said one two. What else?<|im_end|>\n{OPENING}")
+    assert (sample.measures["words"], sample.finish_reason) == (3, "turns")
+    assert [each.reward for each in sample.turns] == [0.1, 0.1]
+
+
+def test_the_example_s_function():
+    name = "examples.custom_environment.check:check"
+    environment = make_environment(EnvironmentConfig(name="multi_turn", options={"reply": name}), TOKENIZER)
+    [sample], _ = play(environment, "<answer>4</answer>", "<answer>5</answer>")
+    assert [each.reward for each in sample.turns] == [-0.1, 0]
+    assert (sample.finish_reason, sample.text) == ("stop", "<answer>5</answer>")
