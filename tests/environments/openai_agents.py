@@ -1,6 +1,7 @@
 """Agents of tests: some good, some bad. All but one talk to the policy with the package `openai`."""
 
 import asyncio
+import sys
 import time
 
 from openai import AsyncOpenAI, OpenAI
@@ -49,6 +50,18 @@ async def raises_later(prompt, **where):
 
 def raises_at_once():
     raise KeyError("no such thing")
+
+
+async def exits():
+    sys.exit("enough")
+
+
+def exits_in_its_thread():
+    sys.exit("enough")
+
+
+async def cancels_itself():
+    raise asyncio.CancelledError
 
 
 async def hangs():

@@ -142,6 +142,9 @@ def test_an_agent_that_raises_costs_its_sample_only(play, caplog):
     ("agent", "end", "reward"),
     [
         ("raises_at_once", "error", -2),
+        ("exits", "error", -2),
+        ("exits_in_its_thread", "error", -2),
+        ("cancels_itself", "error", -2),
         ("hangs", "time", -2),
         ("hangs_in_its_thread", "time", -2),
         ("never_asks", "stop", 1),

@@ -10,7 +10,7 @@ import math
 import numbers
 import urllib.request
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -60,7 +60,8 @@ class AgentEnvironment(Environment):
     as any other.
 
     ``sampling`` says what happens to a request's temperature, top_p and the like: with run they are ignored (and said so
-    once) in favour of the run's own, with strict the request is refused.
+    once) in favour of the run's own, with strict the request is refused. ``template`` has options of the chat template,
+    which a request's own go before.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class AgentEnvironment(Environment):
         sampling: Literal["run", "strict"],
         host: str,
         port: int,
+        template: Mapping[str, Any] | None,
     ) -> None:
         super().__init__(tokenizer)
         require_positive(timeout_s=timeout_s, max_concurrent=max_concurrent)
@@ -82,8 +84,13 @@ class AgentEnvironment(Environment):
         self._strict = sampling == "strict"
         self._gate = asyncio.Semaphore(max_concurrent)
         self.endpoint = Endpoint(host, port)
+        self._options = dict(template or {})
         self._template = lru_cache(MAX_TEMPLATES)(self._make_template)
         self._warned: set[str] = set()
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        return self._options
 
     @abstractmethod
     async def play(self, prompt: Prompt, base_url: str, api_key: str) -> Any:
@@ -128,8 +135,9 @@ class AgentEnvironment(Environment):
         sample = self._recorded(longest, outcome) if longest else await _empty(prompt, params, generate, outcome)
         sample.turns[-1].reward = outcome.reward
         reason = sample.finish_reason
-        sample.measures |= {
+        sample.measures = {
             **outcome.measures,
+            **sample.measures,
             "turns": float(len(sample.turns) if longest else 0),
             "answers": float(session.answers),
             "other_conversations": float(max(0, session.conversations - 1)),
@@ -141,7 +149,7 @@ class AgentEnvironment(Environment):
 
     async def _work(self, session: Session, prompt: Prompt, base_url: str) -> Outcome:
         """The agent's work within its deadline. Raises what broke an engine meanwhile."""
-        work = asyncio.ensure_future(self.play(prompt, base_url, base_url.split("/")[-2]))
+        work = asyncio.ensure_future(_contained(self.play(prompt, base_url, base_url.split("/")[-2])))
         try:
             await asyncio.wait({work, session.failure}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():
@@ -174,6 +182,7 @@ class AgentEnvironment(Environment):
     def _recorded(self, longest: Node, outcome: Outcome) -> Sample:
         transcript = longest.transcript
         sample = transcript.finish(self.tokenizer, transcript.last_turn_ids(), outcome.end)
+        sample.measures["tokens"] = float(transcript.environment_tokens)
         _, check = self._template(longest.key[0])
         differs = check.differs(transcript)
         if differs is not None:
@@ -205,6 +214,18 @@ def outcome_of(returned: Any) -> Outcome:
         raise ValueError(f"the agent's {wrong[0]} is {measures[wrong[0]]}")
     measures.pop("reward", None)
     return Outcome(float(reward), measures)
+
+
+async def _contained(play: Coroutine[Any, Any, Any]) -> Any:
+    """An agent that exits, or cancels itself, ends neither the run nor the task that waits for it."""
+    try:
+        return await play
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
+    except asyncio.CancelledError as error:
+        if asyncio.current_task().cancelling():  # by us
+            raise
+        raise RuntimeError("the agent cancelled itself") from error
 
 
 async def _empty(prompt: Prompt, params: SamplingParams, generate: Generate, outcome: Outcome) -> Sample:

@@ -46,8 +46,9 @@ class OpenAIAgent(AgentEnvironment):
         sampling: Literal["run", "strict"] = "run",
         host: str = "127.0.0.1",
         port: int = 0,
+        template: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(tokenizer, timeout_s, max_concurrent, on_error, failure_reward, sampling, host, port)
+        super().__init__(tokenizer, timeout_s, max_concurrent, on_error, failure_reward, sampling, host, port, template)
         if (agent is None) == (command is None):
             raise UserError(
                 "give one of the options agent=package.module:function and command=[program, argument, ...]"
@@ -57,9 +58,9 @@ class OpenAIAgent(AgentEnvironment):
         if command == []:
             raise UserError("command has no program")
         self._command = command
-        self._options = agent_options or {}
+        self._agent_options = agent_options or {}
         self._function = lookup("agent", agent, {}) if agent else None
-        self._wanted = _wanted(agent, self._function, self._options) if agent else ()
+        self._wanted = _wanted(agent, self._function, self._agent_options) if agent else ()
 
     async def play(self, prompt: Prompt, base_url: str, api_key: str) -> Any:
         task = {"messages": [dict(message) for message in prompt.messages], "answer": prompt.answer}
@@ -68,7 +69,9 @@ class OpenAIAgent(AgentEnvironment):
             environment = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
             return await run_command(self._command, {"id": prompt.id, **task}, environment)
         given: Mapping[str, Any] = task | {"base_url": base_url, "api_key": api_key, "model": MODEL, "prompt": prompt}
-        return await call(partial(self._function, **{name: given[name] for name in self._wanted}, **self._options))
+        return await call(
+            partial(self._function, **{name: given[name] for name in self._wanted}, **self._agent_options)
+        )
 
 
 def _wanted(agent: str, function: Any, options: Mapping[str, Any]) -> list[str]:

@@ -50,8 +50,9 @@ class VerifiersTasks(AgentEnvironment):
         sampling: Literal["run", "strict"] = "run",
         host: str = "127.0.0.1",
         port: int = 0,
+        template: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(tokenizer, timeout_s, max_concurrent, on_error, failure_reward, sampling, host, port)
+        super().__init__(tokenizer, timeout_s, max_concurrent, on_error, failure_reward, sampling, host, port, template)
         self._vf = _package()
         self._env = _load(env)
         self._unread = iter(self._env.taskset)
