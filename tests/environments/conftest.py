@@ -1,4 +1,4 @@
-"""One real engine with a tiny random policy, for all tests of environments that need one."""
+"""One real engine with a tiny policy, for all tests of environments that need one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 
 import pytest
 import ray
+import talker
 import torch
-from tiny_qwen3 import tiny_config
 from transformers import Qwen3ForCausalLM
 
 from rl_tpu.config.schema import RunConfig
@@ -17,15 +17,9 @@ from rl_tpu.rollout.sglang import SGLangEngine
 
 @pytest.fixture(scope="package")
 def policy_dir(tmp_path_factory, byte_tokenizer):
-    """A tiny Qwen3 with random weights that likes to end its turn; its distributions are far from uniform."""
+    """A tiny Qwen3 that was taught one conversation (`talker`); to anything else it answers as it likes."""
     path = tmp_path_factory.mktemp("policy")
-    torch.manual_seed(0)
-    more = {"eos_token_id": byte_tokenizer.eos_token_id, "max_position_embeddings": 1024, "initializer_range": 0.1}
-    model = Qwen3ForCausalLM(tiny_config(len(byte_tokenizer), False, **more)).to(torch.float32)
-    with torch.no_grad():
-        model.lm_head.weight[byte_tokenizer.eos_token_id] *= 2
-    model.save_pretrained(path)
-    byte_tokenizer.save_pretrained(path)
+    talker.teach(path, byte_tokenizer)
     return path
 
 

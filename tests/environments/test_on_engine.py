@@ -5,27 +5,21 @@ The policy was taught a conversation of four turns with two tool calls (`talker`
 
 from __future__ import annotations
 
-import asyncio
-import json
 from itertools import pairwise
 
 import pytest
-import ray
 import talker
 import torch
-from chat_templates import CHATML, make_tokenizer
 from scripted import prompt
 from transformers import Qwen3ForCausalLM
 
-from rl_tpu.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, TrainerConfig
+from rl_tpu.config.schema import AlgorithmConfig, EnvironmentConfig, TrainerConfig
 from rl_tpu.environments import Progress, Reply, make_environment
 from rl_tpu.environments.tool_use import ToolUse
-from rl_tpu.rollout.sglang import SGLangEngine
 from rl_tpu.trainer.packing import pack
 from rl_tpu.trainer.step import PolicyTrainer
 from rl_tpu.types import SamplingParams
 
-TOKENIZER = make_tokenizer(CHATML)
 TOKENS = 500
 
 
@@ -41,62 +35,20 @@ class FollowUp(ToolUse):
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    talker.teach(path, TOKENIZER)
-    return path
-
-
-@pytest.fixture(scope="module")
-def run():
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
-@pytest.fixture(scope="module")
-def engine(model_dir, run, tmp_path_factory):
-    values = {
-        "name": "environment-test",
-        "model": {"path": str(model_dir)},
-        "data": {"train": {"kind": "reasoning_gym", "task": "chain_sum", "size": 1}},
-        "reward": {"name": "reasoning_gym"},
-        "rollout": {
-            "prompts_per_step": 1,
-            "samples_per_prompt": 2,
-            "max_response_tokens": TOKENS,
-            "context_tokens": 1024,
-            "kv_cache_tokens": 16384,
-            "max_running_requests": 16,
-            "dtype": "float32",
-        },
-        "trainer": {"steps": 1},
-        "cluster": {"device": "cpu", "chips_per_host": 2, "trainer_chips": 1, "rollout_chips": 1},
-    }
-    config = RunConfig.model_validate_json(json.dumps(values))
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
-        engine = run(SGLangEngine.start(config, model_dir, tmp_path_factory.mktemp("run"), 0, {"num_cpus": 1}))
-        yield engine
-        run(engine.close())
-    finally:
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def conversations(engine, run):
+def conversations(byte_tokenizer, policy_engine, run):
     """Samples of conversations with calls of a tool, and what the engine returned: its prompts and completions, raw."""
     environment = make_environment(
-        EnvironmentConfig(name="test_on_engine:FollowUp", options={"tools": ["some_tools:add"]}), TOKENIZER
+        EnvironmentConfig(name="test_on_engine:FollowUp", options={"tools": ["some_tools:add"]}), byte_tokenizer
     )
     raw = []
 
     async def generate(ids, params, n):
-        completions = await engine.generate(ids, params, n)
+        completions = await policy_engine.generate(ids, params, n)
         raw.extend((tuple(ids), completion.response_ids, completion.logprobs) for completion in completions)
         return completions
 
     params = SamplingParams(max_response_tokens=TOKENS, temperature=1.0, seed=3)
-    return run(environment.run(prompt(TOKENIZER, talker.QUESTION), 12, params, generate)), raw
+    return run(environment.run(prompt(byte_tokenizer, talker.QUESTION), 12, params, generate)), raw
 
 
 def written(sample):
@@ -110,12 +62,12 @@ def transformers_logprobs(model, sample):
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
 
 
-def test_four_turns_with_two_calls_are_what_the_engine_sampled(conversations):
+def test_four_turns_with_two_calls_are_what_the_engine_sampled(conversations, byte_tokenizer):
     samples, raw = conversations
     whole = [sample for sample in samples if len(sample.turns) == 4 and sample.measures["tool_calls"] == 2]
     assert len(whole) >= 2
     texts = [
-        tuple(TOKENIZER.decode(sample.response_ids[each.start : each.end - 1]) for each in sample.turns)
+        tuple(byte_tokenizer.decode(sample.response_ids[each.start : each.end - 1]) for each in sample.turns)
         for sample in whole
     ]
     assert talker.TURNS in texts
@@ -131,14 +83,14 @@ def test_four_turns_with_two_calls_are_what_the_engine_sampled(conversations):
         assert len(sample.response_ids) <= TOKENS
     assert raw == []
     for sample in whole:
-        heard = [TOKENIZER.decode(sample.response_ids[a.end : b.start]) for a, b in pairwise(sample.turns)]
+        heard = [byte_tokenizer.decode(sample.response_ids[a.end : b.start]) for a, b in pairwise(sample.turns)]
         assert "user\n" + talker.FOLLOW_UP in heard[1]
         assert all("tool\n" in answer for answer in (heard[0], heard[2]))
         assert [each.reward for each in sample.turns] == [0, 0.25, 0, 0]
         assert sample.measures["template_mismatch"] == 0
-    rendered = TOKENIZER.apply_chat_template(talker.conversation(), tokenize=False)
+    rendered = byte_tokenizer.apply_chat_template(talker.conversation(), tokenize=False)
     sample = whole[texts.index(talker.TURNS)]
-    assert TOKENIZER.decode(sample.prompt_ids + sample.response_ids) + "\n" == rendered
+    assert byte_tokenizer.decode(sample.prompt_ids + sample.response_ids) + "\n" == rendered
 
 
 def test_the_trainer_s_log_probabilities_are_the_engine_s(conversations, trainer):
@@ -151,9 +103,9 @@ def test_the_trainer_s_log_probabilities_are_the_engine_s(conversations, trainer
 
 
 @pytest.fixture
-def trainer(model_dir):
+def trainer(policy_dir):
     config = TrainerConfig(steps=1, row_tokens=[1024], param_dtype="float32")
-    trainer = PolicyTrainer(config, AlgorithmConfig(), model_dir)
+    trainer = PolicyTrainer(config, AlgorithmConfig(), policy_dir)
     yield trainer
     trainer.close()
 
@@ -166,7 +118,7 @@ def gradients(trainer, batch):
     return trainer.policy.adapter.to_hf(found)
 
 
-def test_only_what_the_policy_wrote_has_a_gradient(conversations, trainer, model_dir):
+def test_only_what_the_policy_wrote_has_a_gradient(conversations, trainer, policy_dir):
     samples, _ = conversations
     for number, sample in enumerate(samples):
         sample.advantage = (-1.0) ** number + 0.1 * number
@@ -196,7 +148,7 @@ def test_only_what_the_policy_wrote_has_a_gradient(conversations, trainer, model
     assert (sizes[batch.loss_mask[real] > 0] > 0).float().mean() > 0.9  # some tokens are as good as certain
 
     # And it is the gradient of the policy's own tokens, as transformers sees it, one sample at a time.
-    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = Qwen3ForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
     tokens = sum(sum(sample.loss_mask) for sample in samples)
     sum(
         -sample.advantage * transformers_logprobs(model, sample)[written(sample)].sum() / tokens for sample in samples
@@ -205,23 +157,22 @@ def test_only_what_the_policy_wrote_has_a_gradient(conversations, trainer, model
         torch.testing.assert_close(expected[name], parameter.grad, atol=2e-5, rtol=2e-3)
 
 
-def test_a_second_chance(engine, run, model_dir):
+def test_a_second_chance(byte_tokenizer, policy_engine, run, policy_model):
     name = "examples.custom_environment.retry_once:RetryOnce"
-    environment = make_environment(EnvironmentConfig(name=name, options={"feedback": "No."}), TOKENIZER)
+    environment = make_environment(EnvironmentConfig(name=name, options={"feedback": "No."}), byte_tokenizer)
     params = SamplingParams(max_response_tokens=160, temperature=1.0, seed=11)
-    samples = run(environment.run(prompt(TOKENIZER, "2 + 3 ="), 12, params, engine.generate))
+    samples = run(environment.run(prompt(byte_tokenizer, "2 + 3 ="), 12, params, policy_engine.generate))
     assert len(samples) == 12
     retried = [sample for sample in samples if 0 in sample.loss_mask]
     assert len(retried) >= 3
-    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     for sample in samples:
         assert len(sample.response_ids) == len(sample.loss_mask) == len(sample.logprobs) <= 160
         with torch.no_grad():
-            expected = transformers_logprobs(model, sample)
+            expected = transformers_logprobs(policy_model, sample)
         ours = torch.tensor(sample.logprobs)
         torch.testing.assert_close(ours[written(sample)], expected[written(sample)], atol=1e-4, rtol=1e-3)
         assert not ours[~written(sample)].any()
         message = [i for i, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask == 0]
         if message:
-            text = TOKENIZER.decode(message)
+            text = byte_tokenizer.decode(message)
             assert text == "\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
