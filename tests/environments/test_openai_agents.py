@@ -117,6 +117,11 @@ def test_many_sessions_at_once(play):
     assert all(sample.measures["turns"] == 2 for sample in samples)
 
 
+def test_the_example(play):
+    samples, _ = play("examples.openai_agent.agent:solve", n=4, agent_options={"tries": 3})
+    assert [sample.measures["turns"] for sample in samples] == [3] * 4  # noise is never a good reply
+
+
 def test_one_at_a_time(play):
     """max_concurrent holds back whole samples: requests of two never mix."""
     _, calls = play("two_turns", n=4, max_concurrent=1)
@@ -272,6 +277,13 @@ def test_the_endpoint_says_no_as_openai_does(byte_tokenizer, policy_engine, run,
                 await client.with_options(base_url=url.replace("/s/", "/s/x")).models.list()
             with pytest.raises(NotFoundError, match="Not Found"):
                 await client.embeddings.create(model="any", input="x")
+            # One address for all sessions, for clients that send a header.
+            environment.endpoint.name(url, "the trace")
+            named = client.with_options(base_url=environment.endpoint.url)
+            with pytest.raises(NotFoundError, match="no such session"):
+                await named.models.list()
+            named = named.with_options(default_headers={"X-Session-ID": "the trace"})
+            await named.chat.completions.create(**ASK, max_tokens=4)
             reply = await http.post(f"{url}/chat/completions", content=b"{")
             assert (reply.status_code, reply.json()["error"]["message"]) == (400, "the body is no JSON")
             reply = await http.get(f"{url}/chat/completions")
@@ -288,6 +300,8 @@ def test_the_endpoint_says_no_as_openai_does(byte_tokenizer, policy_engine, run,
         assert working.cancelled()
         async with httpx.AsyncClient() as http:
             assert (await http.get(f"{url}/models")).status_code == 404
+            named = await http.get(f"{environment.endpoint.url}/models", headers={"X-Session-ID": "the trace"})
+            assert named.status_code == 404
         await environment.close()
 
     run(work())
