@@ -2,10 +2,10 @@
 
     python examples/calculator/make_policy.py --out DIRECTORY
 
-The demonstrations are sums of numbers of three and four digits. Where the prompt names the calculator, a part of them calls
-it and repeats what it answers; the others state the sum at once, as all do where the prompt names no tool. Every
-demonstration is right, but a million parameters cannot learn to add such numbers in their head. Nothing says which way is
-better: that is left to reinforcement learning. Problems of the held-out part are never shown.
+The demonstrations are sums of numbers of three and four digits. At first all of them call the calculator and repeat what it
+answers. Then a part does; the others state the sum at once, as all do where the prompt names no tool. Every demonstration
+is right, but a million parameters cannot learn in so short a time to add such numbers in their head. Nothing says which way
+is better: that is left to reinforcement learning. Problems of the held-out part are never shown.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from tiny_policy import imitate, main, make_tokenizer
 STEPS = 600
 BATCH = 64
 """Demonstrations per step."""
+LESSONS = 0.7
+"""Share of the steps in which every demonstration calls the calculator; the mixed ones follow."""
 NO_TOOL_SHARE = 0.2
-"""Share of the demonstrations whose prompt names no tool."""
+"""Share of the mixed demonstrations whose prompt names no tool."""
 CALL_SHARE = 0.5
 """Share of the others that call the calculator."""
 
@@ -97,11 +99,12 @@ def demonstrations(tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) ->
         for options in (with_tool, None)
     )
     dice = random.Random(seed)
-    for _ in range(steps):
+    for step in range(steps):
+        lesson = step < LESSONS * steps
         batch = []
         for _ in range(BATCH):
-            no_tool = dice.random() < NO_TOOL_SHARE
-            calls = not no_tool and dice.random() < CALL_SHARE
+            no_tool = not lesson and dice.random() < NO_TOOL_SHARE
+            calls = lesson or (not no_tool and dice.random() < CALL_SHARE)
             batch.append(demonstration(dice.choice(hidden if no_tool else shown), chats[no_tool], calls))
         yield batch
 

@@ -27,8 +27,10 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def shown(tokenizer):
-    """A thousand demonstrations."""
-    return [sample for batch in make_policy.demonstrations(tokenizer, steps=16, seed=0) for sample in batch]
+    """A thousand demonstrations, after the lessons."""
+    batches = list(make_policy.demonstrations(tokenizer, steps=50, seed=0))
+    assert all(len(sample.turns) == 2 for batch in batches[:35] for sample in batch)
+    return [sample for batch in batches[35:] for sample in batch]
 
 
 @pytest.fixture(scope="module")
