@@ -19,6 +19,7 @@ def broken_rules(config: RunConfig) -> list[str]:
     return [
         *_parallel(config),
         *_batches(config),
+        *_pacing(config),
         *_algorithm(config),
         *_lengths(config),
         *_sampling(config),
@@ -49,6 +50,29 @@ def _batches(config: RunConfig) -> Iterator[str]:
         yield (
             f"{shape} = {samples} samples are not divisible by algorithm.minibatches {minibatches} x data ranks {ranks}"
             f" = {minibatches * ranks}"
+        )
+
+
+def _pacing(config: RunConfig) -> Iterator[str]:
+    rollout, correction = config.rollout, config.algorithm.correction
+    if rollout.oversampling > 1 and rollout.max_staleness < 1:
+        yield (
+            f"rollout.oversampling {rollout.oversampling:g} keeps groups in flight for later policies, which"
+            f" rollout.max_staleness {rollout.max_staleness} does not let train: use max_staleness 1 or more, or"
+            " oversampling 1"
+        )
+    elif rollout.oversampling > 1 and rollout.stale_groups == "wait":
+        most = (rollout.max_staleness + 1) * rollout.prompts_per_step
+        yield (
+            f"rollout.oversampling {rollout.oversampling:g} would begin more than the (max_staleness"
+            f" {rollout.max_staleness} + 1) x prompts_per_step {rollout.prompts_per_step} = {most} groups that can train"
+            " within the bound, and rollout.stale_groups wait waits for all of them: use stale_groups drop or correct, or"
+            " oversampling 1"
+        )
+    if rollout.stale_groups == "correct" and correction.mode == "none":
+        yield (
+            f"rollout.stale_groups correct lets groups train that are older than max_staleness {rollout.max_staleness}"
+            " steps: it needs algorithm.correction.mode truncate or mask (now none), or use stale_groups wait or drop"
         )
 
 

@@ -129,10 +129,10 @@ def check_pacing(config: RunConfig, state: dict[str, Any]) -> None:
         )
     samples = [sample for group in state["collector"]["ready"] for sample in group.samples]
     lag = max((step - sample.oldest_version for sample in samples), default=0)
-    if lag > rollout.max_staleness:
+    if lag > rollout.max_staleness and rollout.stale_groups == "wait":
         raise UserError(
             f"resume: the checkpoint holds groups {lag} policy versions old, rollout.max_staleness is"
-            f" {rollout.max_staleness}: resume with {lag} or more"
+            f" {rollout.max_staleness}: resume with {lag} or more, or with rollout.stale_groups=drop"
         )
 
 

@@ -174,9 +174,9 @@ def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
     stats = run.rewards.take_stats()
     return (
         rollout_metrics(groups, run.step)
+        | run.collector.metrics
         | run.activity.lap()
         | {
-            "rollout/dropped_groups": float(run.collector.dropped),
             "reward/timeouts": float(stats.timeouts),
             "reward/crashes": float(stats.crashes),
             "reward/seconds_mean": stats.mean_seconds,

@@ -53,6 +53,13 @@ def test_every_value_of_a_sweep_is_checked():
         (["algorithm.correction.low=3"], ["algorithm.correction.low 3.0 is more than", "high 2.0"]),
         (["algorithm.kl.refresh_steps=5"], ["algorithm.kl.refresh_steps 5", "algorithm.kl.coefficient 0"]),
         (["algorithm.baseline=batch_mean"], ["algorithm.scale group_std", "batch_std"]),
+        (["rollout.oversampling=0.5"], ["rollout.oversampling=0.5", "greater than or equal to 1"]),
+        (["rollout.oversampling=1.5"], ["oversampling 1.5 keeps groups in flight", "max_staleness 0", "1 or more"]),
+        (
+            ["rollout.oversampling=1.5", "rollout.max_staleness=1"],
+            ["oversampling 1.5", "max_staleness 1 + 1) x prompts_per_step 16 = 32 groups", "stale_groups drop"],
+        ),
+        (["rollout.stale_groups=correct"], ["stale_groups correct", "algorithm.correction.mode truncate or mask"]),
         (["trainer.steps=many"], ["trainer.steps='many'", "valid integer"]),
         (["algorithm.scale=std"], ["algorithm.scale='std'", "group_std"]),
         (["weight_sync.delivery=broadcast"], ["delivery=broadcast needs weight_sync.transport ici", "shared_memory"]),

@@ -95,5 +95,6 @@ def test_groups_and_prompts_come_back_as_they_were(tmp_path):
 def test_another_pacing_cannot_continue(override, words):
     state = {"step": 4, "collector": collector_state(consumed=4 * 16)}
     check_pacing(load_config(["+experiment=quickstart", "rollout.max_staleness=1"]), state)
+    check_pacing(load_config(["+experiment=quickstart", "rollout.stale_groups=drop"]), state)
     with pytest.raises(UserError, match=words):
         check_pacing(load_config(["+experiment=quickstart", "rollout.max_staleness=1", override]), state)

@@ -36,8 +36,9 @@ class RolloutConfig(Section):
     lost, a long answer can hold a step), a group that is too old when a batch is made is dropped (`drop`: short answers
     are favoured), or trains all the same, weighed by algorithm.correction (`correct`)."""
     oversampling: Annotated[float, Field(ge=1)] = 1.0
-    """Groups in flight for each group of a batch: with more than 1 a step starts when the first prompts_per_step groups are
-    ready, and the others, often half written, go on under the next policy. Needs max_staleness of at least 1."""
+    """Groups in flight for each one that max_staleness still lets be drawn. A step starts when the first prompts_per_step
+    groups are ready; the others, often half written, go on under the next policy. More than 1 makes up for what is dropped
+    or comes late: it needs max_staleness of at least 1, and stale_groups drop or correct."""
     engines: Positive = 1
     """SGLang servers."""
     tensor_parallel: Positive = 1
