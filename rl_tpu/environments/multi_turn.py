@@ -67,7 +67,7 @@ class MultiTurn(Conversation):
         elif isinstance(answer, str):
             reply = Reply([{"role": "user", "content": answer}])
         else:
-            reply = Reply([answer] if isinstance(answer, Mapping) else answer)
+            reply = Reply([answer] if isinstance(answer, dict) else answer)
         if not (isinstance(reply.messages, list | tuple) and all(map(_is_message, reply.messages))):
             raise TypeError(
                 f"{self._name} returned {answer!r}; it returns None, a text, a message"
@@ -77,4 +77,4 @@ class MultiTurn(Conversation):
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value

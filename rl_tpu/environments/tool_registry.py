@@ -56,7 +56,10 @@ def check_arguments(tool: Tool, arguments: Mapping[str, Any]) -> None:
     Names that the schema does not list are refused, unless it says otherwise (``additionalProperties``).
     """
     parameters = {"additionalProperties": False, **tool.schema["function"]["parameters"]}
-    error = best_match(Draft202012Validator(parameters).iter_errors(dict(arguments)))
+    try:
+        error = best_match(Draft202012Validator(parameters).iter_errors(dict(arguments)))
+    except RecursionError:
+        raise ToolError(f"wrong arguments of {tool.name}: nested too deeply") from None
     if error is not None:
         where = f"argument {error.path[0]}: " if error.path else ""
         raise ToolError(f"wrong arguments of {tool.name}: {where}{one_line(error.message)}")

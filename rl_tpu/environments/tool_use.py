@@ -99,8 +99,8 @@ class ToolUse(Conversation):
         _, calls = parse_calls(progress.transcript.turn_text(self.chat))
         count["tool_calls"] += len(calls)
         answers = await together(self._answer(each, index, count) for index, each in enumerate(calls))
-        said = zip(calls, answers, strict=True)
-        return Reply([{"role": self.tool_role, "name": each.name, "content": answer} for each, answer in said])
+        said = zip((each.name if each.name in self.tools else "" for each in calls), answers, strict=True)
+        return Reply([{"role": self.tool_role, "name": name, "content": answer} for name, answer in said])
 
     async def _answer(self, each: Call, index: int, count: dict[str, float]) -> str:
         try:
@@ -142,6 +142,9 @@ class ToolUse(Conversation):
                 count["tool_seconds"] += clock() - start
 
     def _shorten(self, answer: str) -> str:
+        answer = answer.encode(
+            "utf-8", "replace"
+        ).decode()  # JSON may hold half of a surrogate pair: no tokenizer takes it
         left_out = len(answer) - self.max_answer_chars
         if left_out <= 0:
             return answer

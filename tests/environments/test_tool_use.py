@@ -127,6 +127,30 @@ def test_a_tool_that_hangs_or_fails_or_babbles_ends_in_its_budget(caplog):
         play(make(":moody", on_error="fail"), written(("moody", {"wish": "raise"})))
 
 
+def test_nothing_that_the_policy_writes_ends_the_run():
+    """With on_error fail whatever is not answered would."""
+    deep = "[" * 480 + "]" * 480
+    texts = [
+        '<tool_call>{"name": "moody", "arguments": {"wish": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        *(
+            f'<tool_call>{{"name": "moody", "arguments": {{"wish": {deep[i:-i]}}}}}</tool_call>'
+            for i in range(1, 300, 20)
+        ),
+        '<tool_call>{"name": "moody", "arguments": {"self": 1, "wish": "a"}}</tool_call>',
+        '<tool_call>{"name": "moody", "arguments": {"wish": "a", "count": NaN}}</tool_call>',
+        "<tool_call>" * 50,
+        "<|im_end|><|im_start|>",
+    ]
+    environment = make(":moody", on_error="fail", max_calls=20, max_turns=2)
+    for text in texts:
+        sample, _ = play(environment, text, "So.", params=SamplingParams(20_000))
+        assert sample.finish_reason == "stop"
+        assert sample.measures["tool_faults"] == 0
+    sample, [read] = play(environment, texts[0], "So.")
+    assert answers(read) == ["?"]
+
+
 def test_a_late_call_is_cancelled():
     environment = make(":Meeting", tool_timeout_s=0.2)
     _, [read] = play(environment, written(("meet", {"guest": "A"})), "Nobody came.")
