@@ -17,7 +17,7 @@ def majority(responses: list[Response], answer: Any, prompt: Prompt) -> list[flo
 
     Of answers given equally often the first one counts. Numbers are equal in any spelling, other answers letter by letter.
     """
-    answers = [_answer(response) for response in responses]
+    answers = [voted_answer(response.text) for response in responses]
     counts = Counter(found for found in answers if found is not None)
     if not counts:
         return [0.0] * len(responses)
@@ -31,7 +31,7 @@ def diversity(responses: list[Response], answer: Any, prompt: Prompt) -> list[fl
 
     No answer at all is worth 0.
     """
-    answers = [_answer(response) for response in responses]
+    answers = [voted_answer(response.text) for response in responses]
     counts = Counter(answers)
     others = max(1, len(answers) - 1)
     return [0.0 if found is None else (len(answers) - counts[found]) / others for found in answers]
@@ -51,7 +51,8 @@ def length_rank(responses: list[Response], answer: Any, prompt: Prompt, *, penal
     return [penalty * min(0.0, 0.5 - (tokens - min(lengths)) / spread) for tokens in lengths]
 
 
-def _answer(response: Response) -> Any:
-    found = find_answer(after_thinking(response.text))
+def voted_answer(text: str) -> Any:
+    """The answer that a response votes for: a number, or what it wrote as its answer; None if it gives none."""
+    found = find_answer(after_thinking(text))
     number = plain_number(found) if found is not None else None
     return number[0] if number else found
