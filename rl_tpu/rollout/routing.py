@@ -71,7 +71,7 @@ class Router:
         except asyncio.CancelledError:
             if request in self._waiting:
                 self._waiting.remove(request)
-            elif not request.seat.cancelled():
+            elif not request.seat.cancelled() and request.seat.exception() is None:
                 self.leave(request.seat.result(), samples)
             raise
 
@@ -98,9 +98,8 @@ class Router:
                 self.leave(seat, left)
 
     def changed(self) -> None:
-        """Give places to those that wait, in order; nobody overtakes on the engine that an earlier one waits for."""
+        """Give places to those that wait, in order. An engine that is full for one of them is so for all later ones."""
         serving = list(self._serving())
-        full = {name for name in self.samples if self.samples[name] >= self._capacity}
         still: deque[_Waiting] = deque()
         while self._waiting:
             request = self._waiting.popleft()
@@ -108,14 +107,12 @@ class Router:
                 continue
             home = self._sessions.get(request.session) if request.session else None
             at_home = home in serving and request.allowed is None
-            wanted = [home] if at_home else [n for n in request.allowed or serving if request.allowed or n in serving]
-            free = [name for name in wanted if name not in full]
-            if not free:
-                full |= set(wanted)
+            wanted = [home] if at_home else request.allowed or serving
+            free = [name for name in wanted if self.samples[name] < self._capacity]
+            if free:
+                self._place(request, min(free, key=self.tokens.__getitem__))
+            else:
                 still.append(request)
-                continue
-            self._place(request, min(free, key=self.tokens.__getitem__))
-            full |= {name for name in free if self.samples[name] >= self._capacity}
         self._waiting = still
 
     def fail(self, error: Exception, engine: str | None = None) -> None:
