@@ -41,10 +41,9 @@ class Reply:
 
 @dataclass
 class Progress:
-    """One sample under way. ``measures`` are added to the sample's, ``number`` is its place among those of its prompt."""
+    """One sample under way. ``measures`` are added to the sample's."""
 
     prompt: Prompt
-    number: int
     transcript: Transcript
     measures: dict[str, float]
 
@@ -123,7 +122,7 @@ class Conversation(Environment):
     ) -> Sample:
         if params.seed is not None:
             params = replace(params, seed=params.seed + number)
-        progress = Progress(prompt, number, Transcript(prompt), dict.fromkeys(("seconds", *self.counts), 0.0))
+        progress = Progress(prompt, Transcript(prompt), dict.fromkeys(("seconds", *self.counts), 0.0))
         time_limit = asyncio.timeout_at(deadline)
         try:
             async with time_limit:

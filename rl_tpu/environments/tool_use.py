@@ -142,9 +142,8 @@ class ToolUse(Conversation):
                 count["tool_seconds"] += clock() - start
 
     def _shorten(self, answer: str) -> str:
-        answer = answer.encode(
-            "utf-8", "replace"
-        ).decode()  # JSON may hold half of a surrogate pair: no tokenizer takes it
+        # JSON may hold half of a surrogate pair, which no tokenizer takes.
+        answer = answer.encode("utf-8", "replace").decode()
         left_out = len(answer) - self.max_answer_chars
         if left_out <= 0:
             return answer
