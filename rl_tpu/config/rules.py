@@ -25,6 +25,7 @@ def broken_rules(config: RunConfig) -> list[str]:
         *_sampling(config),
         *_generation(config),
         *_chips(config),
+        *_evaluation(config),
         *_sources(config),
         *_sync(config),
         *_kernels(config),
@@ -197,6 +198,14 @@ def _chips(config: RunConfig) -> Iterator[str]:
         yield (
             f"an engine takes whole chips: rollout.tensor_parallel {rollout.tensor_parallel} must be a multiple of"
             f" cluster.devices_per_chip {cluster.devices_per_chip}"
+        )
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    if config.evaluation.beside_training and config.rollout.engines < 2:
+        yield (
+            "evaluation.beside_training true takes an engine of its own: it needs rollout.engines 2 or more, it is"
+            f" {config.rollout.engines}"
         )
 
 

@@ -11,13 +11,15 @@ from typing import Any
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.environments import Environment
 from rl_tpu.errors import RunError
+from rl_tpu.orchestrator.beside_training import BesideTraining
 from rl_tpu.orchestrator.collector import Collector
 from rl_tpu.orchestrator.evaluation import EvalSet, evaluate
 from rl_tpu.orchestrator.experience import make_experience
 from rl_tpu.orchestrator.interrupt import Interrupt
 from rl_tpu.orchestrator.state import Checkpoints
 from rl_tpu.rewards import RewardService
-from rl_tpu.rollout.fleet import Fleet
+from rl_tpu.rollout.engine import EngineLostError
+from rl_tpu.rollout.fleet import Evaluator, Fleet
 from rl_tpu.rollout.sampling import training_params
 from rl_tpu.tracking import Tracker, rollout_metrics
 from rl_tpu.tracking.activity import Activity
@@ -52,7 +54,9 @@ class Run:
     saved_step: int = 0
     """Step of the newest checkpoint; 0 is the model the run started from."""
     evaluated_step: int = -1
-    """Step after which the newest evaluation was made."""
+    """Step after which the newest evaluation that has ended was made."""
+    beside: BesideTraining = field(default_factory=BesideTraining)
+    """The evaluation that goes on while the next steps are made."""
 
 
 async def train(run: Run) -> None:
@@ -67,7 +71,7 @@ async def train(run: Run) -> None:
     first = run.step
     try:
         await synchronise(run)
-        if run.step == 0:
+        if run.step == 0 or evaluation_due(run):
             await run.interrupt.guard(evaluation(run))
         run.collector.advance(run.step)
 
@@ -106,8 +110,10 @@ async def train(run: Run) -> None:
                     run.tracker.log(step, metrics)
 
             last = run.step == config.trainer.steps
-            if last or due(run.step, config.evaluation.every_steps):
-                await run.interrupt.guard(evaluation(run))
+            await settle_evaluation(run, wait=False)
+            if last or evaluation_due(run):
+                beside = config.evaluation.beside_training and not last
+                await run.interrupt.guard(evaluation(run, beside=beside))
             if last or due(run.step, config.trainer.checkpoint.every_steps):
                 await save(run, position)
             if due(run.step, config.trainer.checkpoint.export_every_steps):
@@ -122,6 +128,8 @@ async def train(run: Run) -> None:
     except Exception:
         await save_what_was_paid_for(run, position)
         raise
+    finally:
+        await run.beside.close()
 
 
 async def synchronise(run: Run) -> dict[str, float]:
@@ -149,14 +157,52 @@ async def synchronise(run: Run) -> dict[str, float]:
     return metrics
 
 
-async def evaluation(run: Run) -> None:
-    """Score every evaluation set under the present policy and record the results."""
+async def evaluation(run: Run, *, beside: bool = False) -> None:
+    """Score every evaluation set under the present policy and record the results. An evaluation that still goes on beside
+    training is waited for.
+
+    With ``beside`` and two engines that serve, this returns as soon as one of them is set aside for it.
+    """
     if not run.eval_sets:
         return
+    await settle_evaluation(run)
+    if run.evaluated_step == run.step:
+        return
+    if beside:
+        try:
+            await run.beside.start(run.fleet, partial(score_sets, run, run.step))
+            return
+        except RunError as error:
+            run.tracker.message(f"training waits for the evaluation after step {run.step}: {error}")
+    await score_sets(run, run.step, run.fleet)
+
+
+async def score_sets(run: Run, step: int, engines: Fleet | Evaluator) -> None:
+    """Evaluate policy version ``step``, which the engines hold, and record the results."""
     with run.tracker.timer("evaluate"):
-        results = await evaluate(run.eval_sets, run.config, run.environment, run.fleet, run.rewards)
-    run.tracker.evaluation(run.step, run.step, {name: result.metrics for name, result in results.items()})
-    run.evaluated_step = run.step
+        results = await evaluate(run.eval_sets, run.config, run.environment, engines, run.rewards)
+    samples = [sample for result in results.values() for group in result.groups for sample in group.samples]
+    if wrong := {span.version for sample in samples for span in sample.spans} - {step}:
+        raise RunError(f"the evaluation of policy version {step} holds answers of version {min(wrong)}")
+    run.tracker.evaluation(step, step, {name: result.metrics for name, result in results.items()})
+    run.evaluated_step = step
+
+
+async def settle_evaluation(run: Run, wait: bool = True) -> None:
+    """Be done with an evaluation beside training if it has ended; with ``wait``, once it has."""
+    try:
+        await run.beside.settle(wait)
+    except EngineLostError as error:
+        run.tracker.message(f"an evaluation beside training lost its engine, the next policy is evaluated: {error}")
+
+
+def evaluation_due(run: Run) -> bool:
+    """Whether one is due after this step, or was due earlier and never ended: its engine was lost, or its run."""
+    every = run.config.evaluation.every_steps
+    if not every:
+        return False
+    newest = run.step - run.step % every
+    return newest == run.step or (newest > run.evaluated_step and not run.beside.busy)
 
 
 async def answer(run: Run, prompt: Prompt) -> Group:
