@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import time
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from rl_tpu.tracking.evaluation_names import headline
 from rl_tpu.tracking.sink import Metrics, Sink
 from rl_tpu.tracking.timing import PARTS, part_seconds
 
@@ -23,8 +23,6 @@ FIELDS = {
     "train/logprob_diff_mean": "logprob diff",
 }
 """Metrics of the step line and what they are called there."""
-HEADLINE = re.compile(r"reward_mean|pass@\d+")
-"""Metrics of an evaluation that its line shows; the table at the end has them all."""
 WIDTH_OF_A_LOG = 140
 """Columns for tables when the output is no terminal."""
 
@@ -76,8 +74,7 @@ class ConsoleSink(Sink):
     def evaluation(self, step: int, version: int, results: dict[str, Metrics]) -> None:
         sets = []
         for name, metrics in results.items():
-            chosen = {metric: value for metric, value in metrics.items() if HEADLINE.fullmatch(metric)} or metrics
-            sets.append(f"{name}: " + ", ".join(f"{metric} {number(value)}" for metric, value in chosen.items()))
+            sets.append(f"{name}: " + ", ".join(f"{metric} {number(metrics[metric])}" for metric in headline(metrics)))
         self.message(f"evaluation at step {step} (policy version {version})  " + "; ".join(sets))
 
     def message(self, text: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from rl_tpu.tracking.evaluation_names import PASS_AT, headline
 from rl_tpu.tracking.json_files import read_rows
 from rl_tpu.tracking.run_directory import RunDirectory
 from rl_tpu.tracking.sink import Metrics, Sink
@@ -72,18 +74,27 @@ def _reward(ax: Axes, rows: Rows, evaluations: Rows) -> None:
 
 
 def _evaluation(ax: Axes, rows: Rows, evaluations: Rows) -> None:
-    names = list(dict.fromkeys(name for row in evaluations for name in row if name.startswith("eval/")))
-    pass_at = [name for name in names if re.search(r"/pass@\d+$", name)]
-    shown = pass_at or names
-    ax.set(title="Held-out evaluation", ylabel="share of prompts" if pass_at else "value")
-    for color, name in zip(_cycle(len(shown)), shown, strict=True):
+    sets: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for row in evaluations for name in row if name.startswith("eval/")):
+        set_name, metric = name.removeprefix("eval/").rsplit("/", 1)
+        sets.setdefault(set_name, []).append(metric)
+    chosen = [(each, metric) for each, metrics in sets.items() for metric in headline(metrics)]
+    shares = [(each, metric) for each, metric in chosen if PASS_AT.fullmatch(metric)]
+    shown = shares or chosen
+    ax.set(title="Held-out evaluation", ylabel="share of prompts" if shares else "value")
+    for color, (set_name, metric) in zip(_cycle(len(shown)), shown, strict=True):
+        name = f"eval/{set_name}/{metric}"
         steps, values = _columns(evaluations, name)
         if not steps:
             continue
-        label = name.removeprefix("eval/")
+        label = f"{set_name}/{metric}"
         if len(values) > 1:
             label += f": {values[0]:.3g} → {values[-1]:.3g}"
         ax.plot(steps, values, color=color, marker="o", markersize=4, linewidth=1.6, label=label)
+        steps, values, low, high = _columns(evaluations, name, f"{name}_low", f"{name}_high")
+        if steps:
+            errors = [np.subtract(values, low), np.subtract(high, values)]
+            ax.errorbar(steps, values, errors, color=color, fmt="none", elinewidth=1, capsize=2, alpha=0.6)
     bottom, top = ax.get_ylim()
     ax.set_ylim(bottom, top + 0.1 * len(shown) * (top - bottom))  # room for the legend, which carries the numbers
 

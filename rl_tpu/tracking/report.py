@@ -11,6 +11,7 @@ import yaml
 from rich.table import Table
 
 from rl_tpu.tracking.console import number
+from rl_tpu.tracking.evaluation_names import without_details
 from rl_tpu.tracking.json_files import to_json, write_atomically
 from rl_tpu.tracking.run_directory import RunDirectory
 
@@ -55,13 +56,14 @@ def run_totals(rows: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]
 
 
 def before_after_table(comparison: Comparison, title: str = "Before and after") -> Table:
-    """One line per evaluation set and metric."""
+    """One line per evaluation set and metric; summary.json has the details as well."""
     table = Table("set", "metric", title=title, title_justify="left")
     for column in ("before", "after", "change"):
         table.add_column(column, justify="right")
     for set_name, metrics in comparison.items():
         table.add_section()
-        for metric, values in metrics.items():
+        for metric in without_details(metrics):
+            values = metrics[metric]
             table.add_row(
                 set_name, metric, _cell(values["before"]), _cell(values["after"]), _cell(values["change"], "+")
             )
