@@ -76,11 +76,12 @@ class Completion:
 @dataclass
 class Turn:
     """Response tokens ``start:end`` (end exclusive) are one turn of the policy; ``reward`` is what the environment gave
-    for it."""
+    for it. With algorithm.credit=turn it has an advantage of its own."""
 
     start: int
     end: int
     reward: float = 0.0
+    advantage: float = 0.0
 
 
 @dataclass
@@ -104,6 +105,8 @@ class Sample:
     reward_error: str | None = None
     """Why the reward could not be computed (time-out, exception, crash); the reward is then the configured one."""
     advantage: float = 0.0
+    cached_prompt_tokens: int = 0
+    """Of the prompt, which the engine had read before and did not compute again."""
     turns: list[Turn] = field(default_factory=list)
     """In order; together they are the tokens that the policy wrote."""
     measures: dict[str, float] = field(default_factory=dict)

@@ -10,15 +10,17 @@ from rl_tpu.types import SUPPORT_TOKENS
 @dataclass(frozen=True)
 class Distribution:
     """softmax(logits / temperature), truncated as SGLang does and renormalised: of the tokens in order of their
-    probability the `top_k` first (-1: all) are kept, and those before which at most `top_p` of the probability lies."""
+    probability the `top_k` first (-1: all) are kept, and those before which at most `top_p` of the probability lies, and
+    which are at least `min_p` times as likely as the likeliest."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
 
     @property
     def truncated(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def support(self) -> int:

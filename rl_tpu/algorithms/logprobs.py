@@ -161,8 +161,9 @@ class _Head(NamedTuple):
         return gradient.scatter_add_(1, places, torch.where(own, of_logprob, 0.0))
 
     def _left_out(self, logits: torch.Tensor) -> torch.Tensor:
-        """[n, V] bool, as SGLang truncates: of all tokens sorted by probability, those of rank `support` and above, and
-        those before which more than top_p of the whole distribution lies."""
+        """[n, V] bool, as SGLang truncates: of all tokens sorted by probability, those of rank `support` and above,
+        those before which more than top_p of the whole distribution lies, and those less likely than min_p times the
+        first."""
         support = min(self.distribution.support, self.shard.vocabulary if self.shard else logits.shape[1])
         likeliest, places = logits.topk(min(support, logits.shape[1]))
         normalizer = logits.logsumexp(1, keepdim=True)
@@ -173,6 +174,7 @@ class _Head(NamedTuple):
         descending, order = candidates.sort(dim=1, descending=True, stable=True)
         probability = torch.exp(descending - normalizer)
         kept = probability.cumsum(1) - probability <= self.distribution.top_p
+        kept &= probability >= self.distribution.min_p * probability[:, :1]
         kept[:, support:] = False
         kept = torch.empty_like(kept).scatter_(1, order, kept)[:, first : first + likeliest.shape[1]]
         return torch.ones_like(logits, dtype=torch.bool).scatter_(1, places, ~kept)

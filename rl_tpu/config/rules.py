@@ -147,13 +147,23 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
-    if config.rollout.top_k == 0:
+    rollout = config.rollout
+    if rollout.top_k == 0:
         yield "rollout.top_k 0 leaves no token to sample: -1 is for all, k for the k likeliest"
-    if config.rollout.temperature < GREEDY_BELOW:
+    if rollout.temperature < GREEDY_BELOW:
         yield (
-            f"rollout.temperature {config.rollout.temperature} is greedy to the engine (it is less than {GREEDY_BELOW}):"
+            f"rollout.temperature {rollout.temperature} is greedy to the engine (it is less than {GREEDY_BELOW}):"
             " no answer would differ from another"
         )
+    seeded = rollout.server_options.get("enable_deterministic_inference", config.cluster.device == "cpu")
+    chosen = {"rollout.min_p": rollout.min_p}
+    chosen |= {f"evaluation.sets.{name}.min_p": each.min_p for name, each in config.evaluation.sets.items()}
+    for name, min_p in chosen.items():
+        if seeded and min_p > 0:
+            yield (
+                f"{name} {min_p}: SGLang has no min_p in seeded sampling; use min_p 0, or set"
+                " rollout.server_options.enable_deterministic_inference to false (runs then cannot be repeated)"
+            )
 
 
 def _generation(config: RunConfig) -> Iterator[str]:
@@ -250,10 +260,11 @@ def _kernels(config: RunConfig) -> Iterator[str]:
 
 def _fused_head(config: RunConfig) -> Iterator[str]:
     rollout, tensor = config.rollout, config.trainer.parallel.tensor
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
         yield (
             "trainer.kernels.head fused computes the whole softmax, but answers are sampled with rollout.top_p"
-            f" {rollout.top_p} and top_k {rollout.top_k}: use head plain, or top_p 1 and top_k -1"
+            f" {rollout.top_p}, top_k {rollout.top_k} and min_p {rollout.min_p}: use head plain, or top_p 1, top_k -1 and"
+            " min_p 0"
         )
     if tensor > 1:
         yield (

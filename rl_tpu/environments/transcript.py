@@ -63,6 +63,8 @@ class Transcript:
     def add_completion(self, completion: Completion) -> None:
         """What the policy wrote: the loss learns from it."""
         offset = self.response_tokens
+        if not self.turns:
+            self._sample.cached_prompt_tokens = completion.cached_prompt_tokens
         self._sample.response_ids += completion.response_ids
         self._sample.logprobs += completion.logprobs
         self._sample.loss_mask += [1] * len(completion.response_ids)

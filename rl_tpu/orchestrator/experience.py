@@ -8,14 +8,15 @@ import torch
 
 from rl_tpu.algorithms.advantages import advantages
 from rl_tpu.algorithms.corrections import correction_weights
+from rl_tpu.algorithms.credit import returns_to_go, turn_advantages
 from rl_tpu.algorithms.kl import kl
 from rl_tpu.algorithms.masked import masked, usable_tokens
 from rl_tpu.algorithms.mismatch import mismatch_metrics
 from rl_tpu.algorithms.overlong import soft_overlong_penalty
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.trainer.group import TrainerGroup
-from rl_tpu.trainer.packing import pack, per_sample_sums, spread
-from rl_tpu.types import Group, PackedBatch, Sample
+from rl_tpu.trainer.packing import pack, per_sample_sums, spread, spread_over_turns
+from rl_tpu.types import Group, PackedBatch, Sample, Turn
 
 
 async def make_experience(
@@ -47,7 +48,10 @@ async def make_experience(
             metrics |= _subtract_kl(parts, batches, config)
     metrics |= shape_rewards(groups, config)
     for part, batch in zip(parts, batches, strict=True):
-        batch.advantages = spread([sample.advantage for sample in part], batch)
+        if algorithm.credit == "turn":
+            batch.advantages = spread_over_turns(part, batch)
+        else:
+            batch.advantages = spread([sample.advantage for sample in part], batch)
     if algorithm.old_logprobs == "recompute":
         metrics |= _correct(batches, config)
     return batches, metrics
@@ -64,16 +68,39 @@ def shape_rewards(groups: list[Group], config: RunConfig) -> dict[str, float]:
     if algorithm.overlong_buffer_tokens:
         penalties = [_add_overlong_penalty(sample, config) for sample in samples]
         metrics["reward/overlong_mean"] = sum(penalties) / len(penalties)
-    of_groups = advantages([group.rewards for group in groups], algorithm.baseline, algorithm.scale)
-    for group, values in zip(groups, of_groups, strict=True):
-        for sample, advantage in zip(group.samples, values, strict=True):
-            sample.advantage = advantage
-    spread_of = [sample.advantage for sample in samples]
+    if algorithm.credit == "turn":
+        spread_of = _credit_turns(groups, config)
+    else:
+        of_groups = advantages([group.rewards for group in groups], algorithm.baseline, algorithm.scale)
+        for group, values in zip(groups, of_groups, strict=True):
+            for sample, advantage in zip(group.samples, values, strict=True):
+                sample.advantage = advantage
+        spread_of = [sample.advantage for sample in samples]
     return metrics | {
         "reward/nonfinite_count": float(sum(not math.isfinite(sample.reward) for sample in samples)),
         "train/advantage_max": max(spread_of),
         "train/advantage_min": min(spread_of),
     }
+
+
+def _credit_turns(groups: list[Group], config: RunConfig) -> list[float]:
+    """Fill the `advantage` of every turn, and of every sample the mean over its tokens; the advantages of all turns."""
+    for sample in (sample for group in groups for sample in group.samples):
+        if not sample.turns:  # an environment that knows no turns: the response is one
+            sample.turns = [Turn(0, len(sample.response_ids))]
+    returns = [
+        [returns_to_go(sample.reward, [turn.reward for turn in sample.turns]) for sample in group.samples]
+        for group in groups
+    ]
+    found = turn_advantages(returns, config.algorithm.baseline, config.algorithm.scale)
+    for group, of_group in zip(groups, found, strict=True):
+        for sample, of_turns in zip(group.samples, of_group, strict=True):
+            for turn, advantage in zip(sample.turns, of_turns, strict=True):
+                turn.advantage = advantage
+            tokens = sum(turn.end - turn.start for turn in sample.turns)
+            weighed = sum((turn.end - turn.start) * turn.advantage for turn in sample.turns)
+            sample.advantage = weighed / tokens if tokens else 0.0
+    return [advantage for of_group in found for of_turns in of_group for advantage in of_turns]
 
 
 def _minibatches(groups: list[Group], config: RunConfig) -> list[list[Sample]]:

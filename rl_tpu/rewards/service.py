@@ -77,8 +77,10 @@ class RewardService:
             if isinstance(outcome, BaseException):
                 raise outcome
         whole, alone = done[: len(grouped)], done[len(grouped) :]
+        by_environment = not terms or any(turn.reward for sample in samples for turn in sample.turns)
         for index, sample in enumerate(samples):
-            self._fill(sample, [scores[index] for scores in whole] + [scores[0] for scores in alone[index : index + 1]])
+            scores = [scores[index] for scores in whole] + [scores[0] for scores in alone[index : index + 1]]
+            self._fill(sample, scores, by_environment)
         if self._config.on_error == "fail":
             self._raise_error(prompt, [score for scores in done for score in scores])
 
@@ -114,7 +116,7 @@ class RewardService:
             failed = Score({}, "crashes", reason)
         return [failed] * len(job.responses)
 
-    def _fill(self, sample: Sample, scores: list[Score]) -> None:
+    def _fill(self, sample: Sample, scores: list[Score], by_environment: bool) -> None:
         """What the terms gave to one sample, added up; the first failure takes all."""
         failed = next((score for score in scores if score.failure), None)
         self._counts["scored"] += 1
@@ -129,7 +131,7 @@ class RewardService:
             sample.reward_error = failed.error
             terms = self._plan.terms
             sample.reward_parts = {terms[0].label if len(terms) == 1 else "failed": self._config.failure_reward}
-        if any(turn.reward for turn in sample.turns) or not self._plan.terms:
+        if by_environment:
             sample.reward_parts[ENVIRONMENT] = sum(turn.reward for turn in sample.turns)
         sample.reward = sum(sample.reward_parts.values())
 

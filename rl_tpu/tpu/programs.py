@@ -107,7 +107,7 @@ def meta_programs(config: RunConfig, model_dir: Path) -> Iterator:
     process_group.join(device, timeout_s=60.0)
     try:
         policy = build_policy(model_dir, device, torch.device("meta"), trainer)
-        distribution = Distribution(rollout.temperature, rollout.top_p, rollout.top_k)
+        distribution = Distribution(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
         yield Programs(policy, trainer, config.algorithm, distribution)
     finally:
         process_group.leave()

@@ -21,6 +21,7 @@ def rollout_metrics(groups: list[Group], trained_version: int | None = None) -> 
     rollout/response_tokens_{p50,p90,p99}     at most so many in half, in 90 %, in 99 % of the samples
     rollout/response_tokens_max_to_mean       how long the tail is: 1 if all are equally long
     rollout/prompt_tokens_mean
+    rollout/cached_prompt_share               of all samples' prompt tokens, those that engines had read before
     rollout/truncated_share                   samples cut at the length limit
     rollout/uniform_group_share               groups whose rewards are all equal: no advantage, nothing learnt
     rollout/solve_all, rollout/solve_none     share of groups in which every sample, or none, has a reward >= 1
@@ -57,6 +58,8 @@ def rollout_metrics(groups: list[Group], trained_version: int | None = None) -> 
         **{f"rollout/response_tokens_p{share}": quantile(responses, share / 100) for share in (50, 90, 99)},
         "rollout/response_tokens_max_to_mean": max(responses) / max(1.0, fmean(responses)),
         "rollout/prompt_tokens_mean": fmean(len(sample.prompt_ids) for sample in samples),
+        "rollout/cached_prompt_share": sum(sample.cached_prompt_tokens for sample in samples)
+        / sum(len(sample.prompt_ids) for sample in samples),
         "rollout/truncated_share": fmean(sample.finish_reason == "length" for sample in samples),
         "rollout/uniform_group_share": fmean(len(set(group.rewards)) == 1 for group in groups),
         "rollout/solve_all": fmean(all(reward >= SOLVED for reward in group.rewards) for group in groups),

@@ -62,8 +62,8 @@ class LogprobHead(Linear):
             )
         if distribution.truncated:
             raise UserError(
-                f"trainer.kernels.head: fused computes the whole softmax, not rollout.top_p={distribution.top_p} and"
-                f" top_k={distribution.top_k}; use head plain, or top_p 1 and top_k -1"
+                f"trainer.kernels.head: fused computes the whole softmax, not rollout.top_p={distribution.top_p},"
+                f" top_k={distribution.top_k} and min_p={distribution.min_p}; use head plain, or top_p 1, top_k -1, min_p 0"
             )
         logprobs, entropy, _ = fused_logprobs(hidden, weight, labels, distribution.temperature, *self.tiles)
         return logprobs, entropy if entropy_gradient else entropy.detach()

@@ -93,6 +93,23 @@ def spread(values: Sequence[float] | torch.Tensor, batch: PackedBatch) -> torch.
     return torch.where(batch.loss_mask > 0, table[(batch.sample_ids - 1).clamp(min=0)], 0.0)
 
 
+def spread_over_turns(samples: Sequence[Sample], batch: PackedBatch) -> torch.Tensor:
+    """At every token that the policy wrote the advantage of its turn, elsewhere 0, [R, L] float32; ``samples`` are those
+    that were packed."""
+    table: list[float] = [0.0]
+    shifts = []
+    for sample in samples:
+        # Position t predicts token t + 1 of its sample, prompt included.
+        shifts.append(len(table) + 1 - len(sample.prompt_ids))
+        of_tokens = [0.0] * len(sample.response_ids)
+        for turn in sample.turns:
+            of_tokens[turn.start : turn.end] = [turn.advantage] * (turn.end - turn.start)
+        table += of_tokens
+    places = batch.positions + torch.tensor(shifts)[(batch.sample_ids - 1).clamp(min=0)]
+    values = torch.tensor(table, dtype=torch.float32)[places.clamp(0, len(table) - 1)]
+    return torch.where(batch.loss_mask > 0, values, 0.0)
+
+
 def per_sample_sums(values: torch.Tensor, batch: PackedBatch, samples: int) -> torch.Tensor:
     """Sums of `values` [R, L] over the tokens that the policy wrote of each of so many packed samples, [samples]. What
     stands at other tokens does not matter, not even if it is infinite."""

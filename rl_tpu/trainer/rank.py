@@ -76,12 +76,13 @@ class TrainerRank:
         from rl_tpu.trainer.step import PolicyTrainer
         from weight_sync import open_sender
 
+        rollout = config.rollout
         self._trainer = PolicyTrainer(
             config.trainer,
             config.algorithm,
             Path(model_dir),
             device=config.cluster.device,
-            distribution=Distribution(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
+            distribution=Distribution(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p),
             max_response_tokens=config.rollout.max_response_tokens,
             seed=config.seed,
             store=self._meet(config.trainer.start_timeout_s),

@@ -23,6 +23,8 @@ DISTRIBUTIONS = {
     "one_token": Distribution(1.3, top_k=1),
     "both": Distribution(0.7, top_p=0.6, top_k=9),
     "tiny_top_p": Distribution(1.0, top_p=1e-6),
+    "min_p": Distribution(1.1, min_p=0.2),
+    "all": Distribution(0.9, top_p=0.8, top_k=9, min_p=0.1),
 }
 
 
@@ -42,11 +44,14 @@ def upstream(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def kept_tokens(logits: torch.Tensor, label: int, distribution: Distribution) -> list[int]:
-    """Of one distribution, token by token: in order of probability until top_p of it or top_k of them are passed."""
+    """Of one distribution, token by token: in order of probability until top_p of it or top_k of them are passed, or one is
+    less likely than min_p times the likeliest."""
     probabilities = torch.softmax(logits, -1).tolist()
     kept, passed = [], 0.0
     for rank, token in enumerate(sorted(range(len(probabilities)), key=lambda token: -probabilities[token])):
         if passed > distribution.top_p or (0 < distribution.top_k <= rank):
+            break
+        if probabilities[token] < distribution.min_p * max(probabilities):
             break
         kept.append(token)
         passed += probabilities[token]

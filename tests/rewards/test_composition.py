@@ -8,7 +8,7 @@ from rl_tpu.config.schema import RewardConfig
 from rl_tpu.errors import RunError
 from rl_tpu.rewards import RewardService
 from rl_tpu.tracking import rollout_metrics
-from rl_tpu.types import Group, Prompt, Sample, VersionSpan
+from rl_tpu.types import Group, Prompt, Sample, Turn, VersionSpan
 
 MODULE = "composed_rewards"
 
@@ -179,3 +179,21 @@ def test_a_reward_that_wants_too_much_memory_is_a_crash():
     assert [sample.reward for sample in samples] == [1.0, 0.0, 1.0]
     assert "more memory than reward.worker_memory_gb=1" in samples[1].reward_error
     assert stats.crashes == 1
+
+
+def test_what_the_environment_gave_for_turns_is_a_part():
+    """Of every sample of the group, and alone where no function is wanted."""
+    for config, own in ({"name": "exact"}, {"exact": 1.0}), ({"name": "environment"}, {}):
+        samples = samples_of("4", "4")
+        samples[0].turns = [Turn(0, 1, reward=0.25), Turn(1, 2, reward=-1.0)]
+        samples[1].turns = [Turn(0, 2)]
+        score(config, (PROMPT, samples))
+        assert [sample.reward_parts for sample in samples] == [
+            {**own, "environment": -0.75},
+            {**own, "environment": 0.0},
+        ]
+        assert samples[0].reward == sum(own.values()) - 0.75
+    samples = samples_of("4")
+    samples[0].turns = [Turn(0, 2)]
+    score({"name": "exact"}, (PROMPT, samples))
+    assert samples[0].reward_parts == {"exact": 1.0}

@@ -33,6 +33,7 @@ def test_every_statistic_of_a_batch_worked_out_by_hand(sample, group):
             "rollout/response_tokens_p99": 4,
             "rollout/response_tokens_max_to_mean": 4 / (23 / 8),
             "rollout/prompt_tokens_mean": 18 / 8,
+            "rollout/cached_prompt_share": 0.0,
             "rollout/truncated_share": 1 / 8,
             "rollout/uniform_group_share": 2 / 4,
             "rollout/solve_all": 1 / 4,
@@ -53,6 +54,12 @@ def test_every_statistic_of_a_batch_worked_out_by_hand(sample, group):
             "reward/overlong_mean": -0.5,
         }
     )
+
+
+def test_the_cached_share_is_over_all_prompt_tokens(sample, group):
+    read, shared = sample(1.0, prompt=4), sample(0.0, prompt=12)
+    shared.cached_prompt_tokens = 10
+    assert rollout_metrics([group(0, [read, shared])])["rollout/cached_prompt_share"] == 10 / 16
 
 
 def test_without_the_trained_version_there_is_no_staleness(sample, group):
