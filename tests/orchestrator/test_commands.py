@@ -1,4 +1,4 @@
-"""Sweeps, evaluation, dry runs and the command line itself, in processes of their own."""
+"""Sweeps, dry runs and the command line itself, in processes of their own."""
 
 from __future__ import annotations
 
@@ -26,22 +26,6 @@ def test_a_sweep_gives_every_run_its_directory_and_a_summary(start_job, tmp_path
         ({"seed": 1}, "finished"),
     ]
     assert "Sweep" in output
-
-
-def test_evaluation_of_a_directory(start_job, tiny_model, tmp_path):
-    sets = [
-        "evaluation=chain_sum",
-        "evaluation.sets.held_out.source.size=20",
-        "evaluation.sets.held_out_greedy.source.size=20",
-    ]
-    job = start_job(f"checkpoint={tiny_model}", f"run_dir={tmp_path / 'evaluation'}", *sets, module="rl_tpu.evaluate")
-    code, output = job.finish()
-    assert code == 0, output
-    assert job.left_behind() == []
-    report = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
-    assert report["model"] == str(tiny_model)
-    assert set(report["evaluation"]["held_out"]) >= {"reward_mean", "pass@1", "pass@2", "pass@4"}
-    assert set(report["evaluation"]["held_out_greedy"]) >= {"reward_mean", "pass@1"}
 
 
 def run(*arguments: str, cwd) -> subprocess.CompletedProcess:
