@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
+import pytest
 from jobs import read_rows
+from test_resume_job import kill_everything
 
 TWO_ENGINES = ["rollout.engines=2", "cluster.rollout_chips=2", "cluster.chips_per_host=3", "cluster.cpus_per_chip=0.25"]
 EVALUATION = [
@@ -37,3 +40,35 @@ def test_every_policy_is_evaluated_while_the_next_ones_are_made(start_job, tmp_p
     assert len(evaluated) == 5
     overlapping = [e for e in evaluated if any(e[0] < end and start < e[1] for start, end in trained)]
     assert len(overlapping) >= 2, (evaluated, trained)
+
+
+@pytest.mark.slow
+def test_a_run_killed_during_an_evaluation_makes_up_for_it(start_job, tmp_path):
+    run_dir = tmp_path / "run"
+    settings = [f"run_dir={run_dir}", *TWO_ENGINES, *EVALUATION, "evaluation.every_steps=2"]
+    settings += ["evaluation.sets.held_out.source.size=1000", "trainer.checkpoint.every_steps=1"]
+    job = start_job(*settings, "trainer.steps=500")
+    job.wait_for(lambda: (run_dir / "checkpoints/step-000002").exists())
+    kill_everything(job)
+    assert [row["step"] for row in evaluations(run_dir)] == [0]
+    saved = int(max(path.name for path in (run_dir / "checkpoints").glob("step-*")).removeprefix("step-"))
+    assert saved in (2, 3)
+    job = start_job(*settings, f"trainer.steps={saved + 2}", "resume=auto")
+    code, output = job.finish()
+    assert code == 0, output
+    assert [row["step"] for row in evaluations(run_dir)] == sorted({0, saved, *range(4, saved + 2, 2), saved + 2})
+    assert all(row["step"] == row["version"] for row in evaluations(run_dir))
+
+
+@pytest.mark.slow
+def test_interrupted_during_an_evaluation(start_job, tmp_path):
+    run_dir = tmp_path / "run"
+    settings = [f"run_dir={run_dir}", *TWO_ENGINES, *EVALUATION, "evaluation.sets.held_out.source.size=1000"]
+    job = start_job(*settings, "trainer.steps=500")
+    job.wait_for_steps(run_dir, 1)
+    job.interrupt(signal.SIGTERM)
+    code, output = job.finish(90)
+    assert code == 128 + signal.SIGTERM, output
+    assert "Traceback" not in output
+    assert job.left_behind() == []
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
