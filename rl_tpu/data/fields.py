@@ -12,6 +12,7 @@ from rl_tpu.config.schema import PromptSourceConfig
 from rl_tpu.data.files import source_files
 from rl_tpu.data.problem import Message, Problem
 from rl_tpu.data.rows import read_rows
+from rl_tpu.data.sampling import row_sampling
 from rl_tpu.errors import UserError
 from rl_tpu.registry import nearest
 
@@ -39,8 +40,12 @@ def row_problem(row: dict[str, Any], config: PromptSourceConfig, identity: str, 
     pass_rate = None
     if config.pass_rate_field is not None:
         pass_rate = _share(_field(row, config.pass_rate_field, where), config.pass_rate_field, where)
+    sampling = {}
+    if config.sampling_field is not None:
+        value = _field(row, config.sampling_field, where)
+        sampling = row_sampling(value, config.sampling_field, where)
     metadata = {key: row[key] for key in row if key not in (config.prompt_field, config.answer_field)}
-    return Problem(identity, where, content, answer, metadata, choices, pass_rate)
+    return Problem(identity, where, content, answer, metadata, choices, pass_rate, sampling)
 
 
 def _field(row: dict[str, Any], name: str, where: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import xxhash
@@ -15,7 +15,8 @@ Message = dict[str, str]
 class Problem:
     """``content`` is plain text or a list of chat messages; ``where`` is its place for error messages.
 
-    ``choices`` are lettered lines for the template's ``{choices}``; ``pass_rate`` is a share from 0 to 1 where known.
+    ``choices`` are lettered lines for the template's ``{choices}``; ``pass_rate`` is a share from 0 to 1 where known;
+    ``sampling`` is what the row changes of its sampling.
     """
 
     id: str
@@ -25,6 +26,7 @@ class Problem:
     metadata: dict[str, Any]
     choices: str = ""
     pass_rate: float | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:

@@ -70,7 +70,9 @@ def load_prompts(
     for problem, messages, ids in _tokenized(problems, config, tokenizer, template_options or {}):
         if len(ids) <= max_prompt_tokens:
             identity = f"{name}/{problem.id}" if name else problem.id
-            found.prompts.append(Prompt(identity, tuple(ids), problem.answer, messages, problem.metadata, name))
+            found.prompts.append(
+                Prompt(identity, tuple(ids), problem.answer, messages, problem.metadata, name, problem.sampling)
+            )
             found.fingerprints.add(fingerprint(problem.text))
         elif too_long == "fail":
             raise UserError(

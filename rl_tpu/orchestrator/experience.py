@@ -18,6 +18,9 @@ from rl_tpu.trainer.group import TrainerGroup
 from rl_tpu.trainer.packing import pack, per_sample_sums, spread, spread_over_turns
 from rl_tpu.types import Group, PackedBatch, Sample, Turn
 
+ADDED_PARTS = ("kl", "overlong")
+"""Parts of a reward that are added here."""
+
 
 async def make_experience(
     groups: list[Group], config: RunConfig, trainer: TrainerGroup

@@ -16,6 +16,7 @@ from rl_tpu.algorithms.objectives import find_objective
 from rl_tpu.config.compose import find_file
 from rl_tpu.config.schema import ModelConfig, RunConfig, WeightSyncConfig
 from rl_tpu.data import PromptSet, check_source, files_exist, load_prompts, load_tokenizer, load_training_prompts
+from rl_tpu.data.sampling import check_training_sampling
 from rl_tpu.devices import get_device
 from rl_tpu.environments import Environment, find_environment, make_environment
 from rl_tpu.errors import RunError, UserError
@@ -68,6 +69,8 @@ def read_inputs(config: RunConfig, *, training: bool = True) -> Inputs:
         for name, each in config.evaluation.sets.items()
     }
     train = load_training_prompts(data, tokenizer, sets, options) if training else {}
+    for chosen in train.values():
+        check_training_sampling(chosen.prompts, config.rollout.max_response_tokens)
     available = sum(map(len, train.values())) * (data.epochs or 0)
     if training and data.epochs and available < config.rollout.prompts_per_step:
         raise UserError(

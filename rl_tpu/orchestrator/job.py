@@ -18,12 +18,14 @@ from filelock import FileLock, Timeout
 from rl_tpu.config.schema import RunConfig
 from rl_tpu.data import open_stream
 from rl_tpu.errors import RunError, UserError
+from rl_tpu.orchestrator.answers import Answers
 from rl_tpu.orchestrator.collector import Collector
 from rl_tpu.orchestrator.dry_run import describe
 from rl_tpu.orchestrator.inputs import Inputs, check_names, fill_options, read_inputs
 from rl_tpu.orchestrator.interrupt import Interrupt, Interrupted, interrupt_by_sigterm
-from rl_tpu.orchestrator.loop import Run, answer, train
-from rl_tpu.orchestrator.placement import Placement, check_machine
+from rl_tpu.orchestrator.loop import Run, train
+from rl_tpu.orchestrator.placement import ROLES, Placement, check_machine
+from rl_tpu.orchestrator.replay import Replay, find_steps
 from rl_tpu.orchestrator.state import Checkpoints, load_state
 from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
@@ -46,14 +48,19 @@ def run_job(config: RunConfig) -> None:
     if config.dry_run:
         describe(config, directory.path)
         return
-    check_machine(config)
+    if config.replay:  # no engine is started, so nothing can be evaluated
+        find_steps(config)
+        evaluation = config.evaluation.model_copy(update={"sets": {}})
+        config = config.model_copy(update={"evaluation": evaluation})
+    roles = ("trainer",) if config.replay else ROLES
+    check_machine(config, roles)
     program_cache.check_writable(config)
     interrupt_by_sigterm()
-    inputs = read_inputs(config)
+    inputs = read_inputs(config, training=not config.replay)
     state = load_state(checkpoint, inputs.train_prompts) if checkpoint else None
     if state:
         check_pacing(config, state)
-    with only_writer(directory), Placement(config) as placement:
+    with only_writer(directory), Placement(config, roles=roles) as placement:
         asyncio.run(_run(config, inputs, placement, directory, checkpoint, state))
 
 
@@ -157,14 +164,18 @@ async def _run(
             tracker.message(f"run directory {directory.path}; starting the trainer and the engines ...")
             rewards = RewardService(config.reward)
             stack.callback(rewards.close)
-            rewards.start()
+            if not config.replay:
+                rewards.start()
             trainer, fleet = await interrupt.guard(_start(stack, config, inputs, placement, directory, run_id))
             if checkpoint:
                 await interrupt.guard(trainer.load(checkpoint / "trainer"))
                 tracker.message(f"continuing after step {step} from {checkpoint}")
-            stack.push_async_callback(inputs.environment.close)
-            await interrupt.guard(inputs.environment.open())
-            run = _assemble(config, inputs, trainer, fleet, rewards, tracker, interrupt, directory)
+            answers = None
+            if fleet:
+                stack.push_async_callback(inputs.environment.close)
+                await interrupt.guard(inputs.environment.open())
+                answers = Answers(config, inputs.environment, fleet, rewards)
+            run = _assemble(config, inputs, trainer, answers, tracker, interrupt, directory)
             if state:
                 run.step = run.saved_step = step
                 run.evaluated_step = state.get("evaluated_step", -1)
@@ -188,13 +199,15 @@ async def _start(
     placement: Placement,
     directory: RunDirectory,
     run_id: str,
-) -> tuple[TrainerGroup, Fleet]:
-    """Trainer ranks and engines, started side by side."""
+) -> tuple[TrainerGroup, Fleet | None]:
+    """Trainer ranks and engines, started side by side; no engines where samples are replayed."""
     model_dir, run_dir = inputs.model_dir, directory.path
     config = fill_options(config, run_dir=run_dir, model_dir=model_dir)
     trainer = TrainerGroup.start(config, model_dir, run_dir, run_id, placement.trainer_options())
-    fleet = Fleet.start(config, model_dir, run_dir, placement.engine_options(), placement.engine_chips())
-    starts = [asyncio.create_task(trainer), asyncio.create_task(fleet)]
+    starts = [asyncio.create_task(trainer)]
+    if not config.replay:
+        fleet = Fleet.start(config, model_dir, run_dir, placement.engine_options(), placement.engine_chips())
+        starts.append(asyncio.create_task(fleet))
     try:
         await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
     finally:
@@ -204,31 +217,31 @@ async def _start(
         for part in await asyncio.gather(*starts, return_exceptions=True):
             if not isinstance(part, BaseException):
                 stack.push_async_callback(part.close)
-    return tuple(start.result() for start in failed or starts)
+    trainer, *fleet = [start.result() for start in failed or starts]
+    return trainer, fleet[0] if fleet else None
 
 
 def _assemble(
     config: RunConfig,
     inputs: Inputs,
     trainer: TrainerGroup,
-    fleet: Fleet,
-    rewards: RewardService,
+    answers: Answers | None,
     tracker: Tracker,
     interrupt: Interrupt,
     directory: RunDirectory,
 ) -> Run:
-    stream = open_stream(inputs.train, config.data, config.seed)
-    run = Run(
+    if answers is None:
+        source = Replay(config)
+    else:
+        source = Collector(config, open_stream(inputs.train, config.data, config.seed), answers)
+    return Run(
         config=config,
         trainer=trainer,
-        fleet=fleet,
-        collector=Collector(config, stream, lambda prompt: answer(run, prompt)),
-        environment=inputs.environment,
-        rewards=rewards,
+        answers=answers,
+        collector=source,
         eval_sets=inputs.eval_sets,
         tracker=tracker,
         checkpoints=Checkpoints(directory.checkpoints, config.trainer.checkpoint.keep),
         interrupt=interrupt,
         exports=directory.exports,
     )
-    return run

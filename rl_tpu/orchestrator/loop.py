@@ -9,23 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from rl_tpu.config.schema import RunConfig
-from rl_tpu.environments import Environment
 from rl_tpu.errors import RunError
+from rl_tpu.orchestrator.answers import Answers
 from rl_tpu.orchestrator.beside_training import BesideTraining
 from rl_tpu.orchestrator.collector import Collector
 from rl_tpu.orchestrator.evaluation import EvalSet, evaluate
 from rl_tpu.orchestrator.experience import make_experience
 from rl_tpu.orchestrator.interrupt import Interrupt
+from rl_tpu.orchestrator.replay import Replay
 from rl_tpu.orchestrator.state import Checkpoints
-from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.engine import EngineLostError
 from rl_tpu.rollout.fleet import Evaluator, Fleet
-from rl_tpu.rollout.sampling import training_params
 from rl_tpu.tracking import Tracker, rollout_metrics
-from rl_tpu.tracking.activity import Activity
 from rl_tpu.trainer import program_cache
 from rl_tpu.trainer.group import TrainerGroup
-from rl_tpu.types import Group, Prompt
+from rl_tpu.types import Group
 
 
 @dataclass
@@ -38,18 +36,15 @@ class Run:
 
     config: RunConfig
     trainer: TrainerGroup
-    fleet: Fleet
-    collector: Collector
-    environment: Environment
-    rewards: RewardService
+    answers: Answers | None
+    """Environment, engines and rewards; None where samples are replayed."""
+    collector: Collector | Replay
     eval_sets: list[EvalSet]
     tracker: Tracker
     checkpoints: Checkpoints
     interrupt: Interrupt
     exports: Path
     """Where Hugging Face directories of the policy go."""
-    activity: Activity = field(default_factory=lambda: Activity("answering", "rewarding"))
-    """Of the training prompts: `perf/answering_s`, and `perf/rewarding_s` while none was being answered."""
     step: int = 0
     saved_step: int = 0
     """Step of the newest checkpoint; 0 is the model the run started from."""
@@ -82,9 +77,8 @@ async def train(run: Run) -> None:
                     with timer("generate"):
                         groups = await run.interrupt.guard(run.collector.batch(step))
                     if not groups:
-                        run.tracker.message(
-                            f"after step {step} the prompts are used up: data.epochs {config.data.epochs}"
-                        )
+                        source = f"replay={config.replay}" if config.replay else f"data.epochs {config.data.epochs}"
+                        run.tracker.message(f"after step {step} the prompts are used up: {source}")
                         break
                     await settle(run, wait=False)
                     metrics = batch_metrics(run, groups)
@@ -138,14 +132,16 @@ async def synchronise(run: Run) -> dict[str, float]:
     While the trainer publishes and the engines receive, they go on generating; each pauses only to load. Those that did
     not take the policy are sent the whole of it again.
     """
-    start = time.perf_counter()
-    async with run.fleet.syncing():
+    if run.answers is None:
+        return {}
+    fleet, start = run.answers.fleet, time.perf_counter()
+    async with fleet.syncing():
         handle, metrics = await run.trainer.publish(run.step)
-        metrics |= await run.fleet.update_weights(handle, run.step)
+        metrics |= await fleet.update_weights(handle, run.step)
         for _ in range(run.config.weight_sync.reload_attempts):
-            if run.fleet.behind:
+            if fleet.behind:
                 handle, _ = await run.trainer.publish(run.step, whole=True)
-                metrics |= await run.fleet.reload(handle, run.step)
+                metrics |= await fleet.reload(handle, run.step)
     seconds = time.perf_counter() - start
     metrics |= {
         "sync/stage_s": metrics["sync/publish_s"] + metrics["sync/receive_s"],
@@ -153,7 +149,7 @@ async def synchronise(run: Run) -> dict[str, float]:
         "sync/gb_per_s": metrics["sync/bytes"] / 1e9 / seconds,
     }
     if run.config.weight_sync.check_engine_weights:
-        metrics["sync/checked_engines"] = await run.fleet.check_weights(await run.trainer.full_tensors())
+        metrics["sync/checked_engines"] = await fleet.check_weights(await run.trainer.full_tensors())
     return metrics
 
 
@@ -170,17 +166,18 @@ async def evaluation(run: Run, *, beside: bool = False) -> None:
         return
     if beside:
         try:
-            await run.beside.start(run.fleet, partial(score_sets, run, run.step))
+            await run.beside.start(run.answers.fleet, partial(score_sets, run, run.step))
             return
         except RunError as error:
             run.tracker.message(f"training waits for the evaluation after step {run.step}: {error}")
-    await score_sets(run, run.step, run.fleet)
+    await score_sets(run, run.step, run.answers.fleet)
 
 
 async def score_sets(run: Run, step: int, engines: Fleet | Evaluator) -> None:
     """Evaluate policy version ``step``, which the engines hold, and record the results."""
     with run.tracker.timer("evaluate"):
-        results = await evaluate(run.eval_sets, run.config, run.environment, engines, run.rewards)
+        environment, rewards = run.answers.environment, run.answers.rewards
+        results = await evaluate(run.eval_sets, run.config, environment, engines, rewards)
     samples = [sample for result in results.values() for group in result.groups for sample in group.samples]
     if wrong := {span.version for sample in samples for span in sample.spans} - {step}:
         raise RunError(f"the evaluation of policy version {step} holds answers of version {min(wrong)}")
@@ -205,29 +202,10 @@ def evaluation_due(run: Run) -> bool:
     return newest == run.step or (newest > run.evaluated_step and not run.beside.busy)
 
 
-async def answer(run: Run, prompt: Prompt) -> Group:
-    """Have a prompt answered and scored: what the collector does with every prompt it draws."""
-    params, n = training_params(run.config, prompt), run.config.rollout.samples_per_prompt
-    with run.activity("answering"):
-        samples = await run.environment.run(prompt, n, params, partial(run.fleet.generate, session=prompt.id))
-    with run.activity("rewarding"):
-        await run.rewards.score(prompt, samples)
-    return Group(-1, prompt, samples)
-
-
 def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
     """What the policy wrote and how it was scored."""
-    stats = run.rewards.take_stats()
-    return (
-        rollout_metrics(groups, run.step)
-        | run.collector.metrics
-        | run.activity.lap()
-        | {
-            "reward/timeouts": float(stats.timeouts),
-            "reward/crashes": float(stats.crashes),
-            "reward/seconds_mean": stats.mean_seconds,
-        }
-    )
+    answers = run.answers.metrics() if run.answers else {}
+    return rollout_metrics(groups, run.step) | run.collector.metrics | answers
 
 
 def due(step: int, every: int) -> bool:

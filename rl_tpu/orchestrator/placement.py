@@ -82,7 +82,7 @@ def bundle(slot: Slot, cluster: ClusterConfig) -> dict[str, float]:
     return get_device(cluster.device).ray_resources(chips, cluster.cpus_per_chip)
 
 
-def check_machine(config: RunConfig) -> None:
+def check_machine(config: RunConfig, roles: Sequence[str] = ROLES) -> None:
     """Whether this machine has the cores, before anything is started. A cluster is asked when it is joined.
 
     Raises:
@@ -90,7 +90,7 @@ def check_machine(config: RunConfig) -> None:
     """
     if config.cluster.address or os.environ.get("RAY_ADDRESS"):
         return
-    wanted = sum(bundle(slot, config.cluster).get("CPU", 0.0) for slot in plan(config))
+    wanted = sum(bundle(slot, config.cluster).get("CPU", 0.0) for slot in plan(config, roles))
     _require("CPU", wanted, len(os.sched_getaffinity(0)), config.cluster)
 
 
