@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -52,8 +51,17 @@ class Tracker:
 def job(monkeypatch):
     """A run whose evaluations end when ``gate`` is set, with ``fault`` if there is one."""
     config = SimpleNamespace(evaluation=SimpleNamespace(every_steps=2, beside_training=True))
-    parts = dict.fromkeys(("trainer", "collector", "environment", "rewards", "checkpoints", "interrupt"))
-    run = loop.Run(config=config, fleet=Fleet(), eval_sets=["sums"], tracker=Tracker(), exports=Path(), **parts)
+    fleet = Fleet()
+    run = SimpleNamespace(
+        config=config,
+        fleet=fleet,
+        answers=SimpleNamespace(fleet=fleet, environment=None, rewards=None),
+        eval_sets=["sums"],
+        tracker=Tracker(),
+        beside=BesideTraining(),
+        step=0,
+        evaluated_step=-1,
+    )
     run.gate, run.fault = asyncio.Event(), None
 
     async def evaluate(sets, config, environment, engines, rewards):
