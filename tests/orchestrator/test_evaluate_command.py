@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -14,6 +17,8 @@ from rl_tpu.orchestrator.evaluate_command import configurations, run_evaluation
 from rl_tpu.orchestrator.job import exit_code
 from rl_tpu.orchestrator.policy_directory import find_policy
 
+ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(r"python -m rl_tpu\.evaluate ((?:[^`\n]*\\\n)*[^`\n]*)")
 SETS = [
     "evaluation=chain_sum",
     "evaluation.sets.held_out.source.size=20",
@@ -65,6 +70,18 @@ def test_a_policy_compared_with_itself(start_job, tiny_model, tmp_path, capsys):
         " prompts there\n",
     )
     assert not ray.is_initialized()
+
+
+def test_the_commands_of_the_guides():
+    guides = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")]
+    commands = [found[1] for guide in guides for found in COMMAND.finditer(guide.read_text())]
+    assert len(commands) >= 3
+    for command in commands:
+        arguments = shlex.split(command.replace("\\\n", " "), comments=True)
+        settings = [
+            each for each in arguments if not each.startswith(("checkpoint=", "compare="))
+        ]  # there is no such path
+        assert configurations(settings)[0].evaluation.sets
 
 
 def model(path):
