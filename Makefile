@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Test processes; a file's tests stay together, because they share engines.
+PROCESSES ?= 2
 
 .PHONY: quickstart setup test test-slow preflight real-model lint docs wheel clean
 
@@ -21,7 +23,7 @@ $(READY): requirements/cpu.txt pyproject.toml
 	@touch $(READY)
 
 test: setup  ## everything but the slow tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile $(ARGS)
 
 test-slow: setup real-model  ## the thorough runs
 	$(BIN)/python -m pytest -m slow $(ARGS)
