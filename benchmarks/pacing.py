@@ -69,7 +69,7 @@ def accuracy(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
             run_dir = directory / f"accuracy-{staleness}-{seed}"
             settings = [f"seed={seed}", f"rollout.max_staleness={staleness}", "tracking.tensorboard=false"]
             settings += [f"trainer.steps={options.steps}"] if options.steps else []
-            train(["+experiment=quickstart", *settings, f"run_dir={run_dir}"])
+            job("train", ["+experiment=quickstart", *settings, f"run_dir={run_dir}"])
             evaluations = read(run_dir / "evaluations.jsonl")
             seen = max(row["rollout/staleness_max"] for row in read(run_dir / "metrics.jsonl"))
             if seen > staleness:
@@ -98,12 +98,13 @@ def time_per_step(directory: Path, options: argparse.Namespace) -> dict[str, Any
     train_alone = 0.0
     for name, pacing in PACINGS.items():
         run_dir = directory / f"time-{len(found)}"
-        train([*common, *pacing, f"run_dir={run_dir}"])
+        job("train", [*common, *pacing, f"run_dir={run_dir}"])
         rows = read(run_dir / "metrics.jsonl")[WARMUP:-1]  # the last one has nothing after it to overlap with
         if not found:  # synchronous: while it trains nothing else goes on
             train_alone = fmean(row["perf/prepare_s"] + row["perf/train_s"] for row in rows)
-        alone = subprocess_output("benchmarks/paced/rollout_alone.py", [*common, *pacing])
-        generate_alone = fmean(json.loads(alone.splitlines()[-1])[WARMUP:-1])
+        alone = directory / f"generate-{len(found)}"
+        job("generate", [*common, *pacing, f"run_dir={alone}"])
+        generate_alone = fmean(row["perf/generate_s"] for row in read(alone / "metrics.jsonl")[WARMUP:-1])
         limit, step = max(generate_alone, train_alone), fmean(cycles(run_dir)[WARMUP:])
         found[name] = {"step": step, "generate_alone": generate_alone, "train_alone": train_alone, "limit": limit}
         found[name] |= {"limit / step": limit / step, "of k=0": step / (found["k=0"]["step"])}
@@ -159,17 +160,13 @@ def cycles(run_dir: Path) -> list[float]:
     return [(later - earlier) / 1e6 for earlier, later in pairwise(starts)]
 
 
-def train(settings: list[str]) -> None:
-    subprocess_output("-m", ["rl_tpu.train", *settings])
-
-
-def subprocess_output(program: str, arguments: list[str]) -> str:
-    command = [sys.executable, program, *arguments]
+def job(entry: str, settings: list[str]) -> None:
+    """Run `python -m rl_tpu.ENTRY` to its end."""
+    command = [sys.executable, "-m", f"rl_tpu.{entry}", *settings]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{shlex.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
-    return done.stdout
 
 
 def read(path: Path) -> list[dict[str, Any]]:
