@@ -52,6 +52,8 @@ class Fleet:
         self._failed: set[str] = set()
         """Engines that did not, at first."""
         self._restarts: dict[str, asyncio.Task[None]] = {}
+        self._recoveries: Counter[str] = Counter()
+        """How often each engine was whole again. What befell its requests before says nothing about it now."""
         self._syncing = False
         self._changed = asyncio.Event()
         """Set, and replaced, whenever an engine comes back or is given up."""
@@ -132,11 +134,12 @@ class Fleet:
         try:
             yield evaluator
         finally:
-            del self._aside[engine.name]
-            if engine.name not in self.lost and held is not self._policy:
-                self._lose(engine, "it keeps an older policy until it has taken the newest one", warn=False)
-                self._restarts[engine.name] = asyncio.create_task(self._catch_up(engine))
-            self._notify()
+            current = held is self._policy or engine.name in self._updates  # in these since it was started anew
+            if current or engine.name in self.lost:
+                del self._aside[engine.name]
+                self._notify()
+            else:
+                self._restarts[engine.name] = asyncio.create_task(self._catch_up(engine, aside=True))
 
     async def update_weights(self, handle: Mapping[str, Any], version: int) -> dict[str, float]:
         """Bring policy ``version`` to all engines at the same time; metrics ``sync/*``, the slowest engine's.
@@ -217,7 +220,7 @@ class Fleet:
                 self._lose(engine, str(error))
             return
         self._updates[engine.name] = update
-        self.lost.pop(engine.name, None)
+        self._found(engine)
         self._notify()
 
     def _metrics(self) -> dict[str, float]:
@@ -232,10 +235,15 @@ class Fleet:
             "sync/reloaded_engines": float(len(self._failed & self._updates.keys())),
         }
 
-    async def _lose_if_broken(self, engine: Engine, error: RunError) -> bool:
-        """Whether an error means that an engine cannot be used. If it is dead or hangs, it is started anew."""
+    async def _lose_if_broken(self, engine: Engine, error: RunError, recoveries: int | None = None) -> bool:
+        """Whether an error means that an engine could not be used. If it is dead or hangs, it is started anew.
+
+        ``recoveries`` of it there had been when what ended with the error began.
+        """
         dead = await engine.failure() is not None
         lost = dead or isinstance(error, EngineLostError)
+        if lost and not dead and recoveries not in (None, self._recoveries[engine.name]):
+            return True
         if not lost:
             lost = dead = not await engine.healthy()
         if lost:
@@ -260,8 +268,8 @@ class Fleet:
             if engine.name not in self.lost:
                 log.warning("%s was started anew and serves again", engine.name)
 
-    async def _catch_up(self, engine: Engine) -> None:
-        """Have an engine out of routing take the newest policy, and serve again."""
+    async def _catch_up(self, engine: Engine, aside: bool = False) -> None:
+        """Have an engine that is lost, or was set ``aside``, take the newest policy, and serve again."""
         try:
             policy, update = None, None
             while policy is not self._policy:
@@ -279,9 +287,11 @@ class Fleet:
         else:
             if update is not None:
                 self._updates[engine.name] = update
-            self.lost.pop(engine.name)
+            self._found(engine)
         finally:
             del self._restarts[engine.name]
+            if aside:
+                del self._aside[engine.name]
             self._notify()
 
     async def _require_engine(self) -> None:
@@ -299,15 +309,18 @@ class Fleet:
         if not self._serving() and not (self._restarts or self._syncing):
             self._router.fail(RunError(f"no engine is left: {self._losses()}"))
 
-    def _lose(self, engine: Engine, reason: str, *, warn: bool = True) -> None:
+    def _lose(self, engine: Engine, reason: str) -> None:
         if engine.name in self.lost:
             return  # the first reason says most
         self.lost[engine.name] = reason
         self._router.fail(EngineLostError(reason), engine.name)
         if evaluator := self._aside.get(engine.name):
             evaluator.lost = reason
-        if warn:
-            log.warning("%s gets no more requests until it has taken a new policy: %s", engine.name, reason)
+        log.warning("%s gets no more requests until it has taken a new policy: %s", engine.name, reason)
+
+    def _found(self, engine: Engine) -> None:
+        if self.lost.pop(engine.name, None):
+            self._recoveries[engine.name] += 1
 
     def _serving(self) -> list[Engine]:
         """Those that take any request."""
@@ -323,14 +336,14 @@ class Fleet:
             self._counted["rollout/resumed_samples"] += sum(bool(draft.response_ids) for draft in drafts)
             self._counted["rollout/reused_tokens"] += written
         engine = next(engine for engine in self.engines if engine.name == seat.engine)
-        ended = self._delivery.ended
+        ended, recoveries = self._delivery.ended, self._recoveries[engine.name]
         with self._router.taken(seat) as one_leaves:
             for draft in drafts:
                 draft.on_finish = one_leaves
             try:
                 await engine.write(drafts)
             except RunError as error:
-                if not await self._lose_if_broken(engine, error):
+                if not await self._lose_if_broken(engine, error, recoveries):
                     raise
         aborted = [draft for draft in drafts if draft.finish_reason == ABORT]
         mode = self._config.weight_sync.pause_mode

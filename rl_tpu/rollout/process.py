@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_tpu.errors import RunError, UserError
+from rl_tpu.rollout.leftovers import SCRATCH_PREFIX, held_files, new_files
 
 CLOSE_TIMEOUT_S = 10.0
-SCRATCH_PREFIX = "rl_tpu-engine-"
-"""Begins the name of a server's temporary directory; its process id follows."""
 _ERROR_LINE = re.compile(r"^\s*(\[[^\]]*\] )?([\w.]*(Error|Exception|Interrupt)\b.*: |.*\berror: )")
 
 
@@ -75,6 +74,7 @@ class ServerProcess:
         self.name = name
         self.url = f"http://{host}:{port}"
         self.log = log
+        self._started_at = time.time()
         arguments = server_arguments({**options, "host": host, "port": port})
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "rl_tpu.rollout.server", *arguments]
@@ -127,7 +127,10 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         for scratch in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}{self._process.pid}-*"):
-            shutil.rmtree(scratch, ignore_errors=True)  # still there only if the server's supervisor was killed
+            # It is still there only if the server's supervisor was killed.
+            shutil.rmtree(scratch, ignore_errors=True)
+            for file in new_files(self._started_at) - held_files():
+                Path(file).unlink(missing_ok=True)
 
     def _answers(self) -> bool:
         try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import select
 import shutil
 import signal
@@ -23,12 +22,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl_tpu.rollout import sglang_cpu
-from rl_tpu.rollout.process import SCRATCH_PREFIX
+from rl_tpu.rollout.leftovers import SCRATCH_PREFIX, held_files, new_files
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SNAPSHOT_SECONDS = 2.0
-_SHARED_MEMORY = re.compile(r"/dev/shm/(?:sgl_shm_|sglang_|multi_tokenizer_args_)\S*")
 
 
 def prepare() -> None:
@@ -101,28 +99,6 @@ def exit_like(status: int) -> NoReturn:
     """End as the process with this wait status did, a signal as shells report it."""
     code = os.waitstatus_to_exitcode(status)
     sys.exit(code if code >= 0 else 128 - code)
-
-
-def held_files(group: int | None = None) -> set[str]:
-    """SGLang's files in /dev/shm that a process has mapped or open: one of the process group, or any."""
-    files = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if group is None or os.getpgid(int(process.name)) == group:
-                files.update(_SHARED_MEMORY.findall((process / "maps").read_text()))
-                opened = [os.readlink(descriptor) for descriptor in (process / "fd").iterdir()]
-                files.update(path for path in opened if _SHARED_MEMORY.fullmatch(path))
-    return files
-
-
-def new_files(since: float) -> set[str]:
-    """SGLang's files in /dev/shm that were made after a time."""
-    files = set()
-    for path in Path("/dev/shm").iterdir():
-        with contextlib.suppress(OSError):
-            if _SHARED_MEMORY.fullmatch(str(path)) and path.stat().st_ctime >= since:
-                files.add(str(path))
-    return files
 
 
 # Where SGLang spawns its workers (on our CPU platform it forks them), each of them first imports this module.

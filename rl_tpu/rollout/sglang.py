@@ -107,8 +107,13 @@ class SGLangEngine:
                 await self._stream("/generate", drafts)
         except TimeoutError:
             raise RunError(self._late("/generate", self._config.rollout.request_timeout_s)) from None
-        if len(self._broken_loads) > broken_loads:
-            raise EngineLostError(f"{self.name} dropped its requests: {self._broken_loads[broken_loads]}")
+        finally:
+            if broken := self._broken_loads[broken_loads:]:
+                for draft in drafts:
+                    if not draft.finished:  # its last token may come from weights that are no policy
+                        draft.restart()
+        if broken:
+            raise EngineLostError(f"{self.name} dropped its requests: {broken[0]}")
 
     async def stage(self, handle: Mapping[str, Any], version: int) -> WeightUpdate:
         sync = self._config.weight_sync
@@ -258,13 +263,14 @@ class SGLangEngine:
             await self.post("/continue_generation", {}, CLEANUP_TIMEOUT_S)
 
     async def _stream(self, path: str, drafts: Sequence[Draft], retry: bool = True) -> None:
-        """Read a streamed answer into its samples. A connection that broke is made once more, if the server lives."""
+        """Read a streamed answer into its samples. A connection that broke is made again, if the server lives, until one
+        of them brings nothing."""
         for draft in drafts:
             draft.begin()
         drafts = [draft for draft in drafts if not draft.finished]
         if not drafts:
             return
-        body, starts, received = self._body(drafts), self.starts, [0] * len(drafts)
+        body, starts, received = self._body(drafts), self.starts, [0] * len(drafts)  # tokens of each sample
         try:
             async with self._http().post(self.url + path, json=body, timeout=NO_TIMEOUT) as response:
                 if response.status != 200:
@@ -280,9 +286,10 @@ class SGLangEngine:
             failure = await self._failure_soon(starts)
             if failure is not None:
                 raise EngineLostError(failure) from None
-            if not retry:
+            if not (retry or any(received)):
                 raise RunError(f"{self.name} broke off {path}: {_one_line(error)} (log: {self.log})") from None
-            await self._stream(path, [draft for draft in drafts if not draft.finish_reason], retry=False)
+            unfinished = [draft for draft in drafts if not draft.finish_reason]
+            await self._stream(path, unfinished, retry=any(received))
 
     def _body(self, drafts: Sequence[Draft]) -> dict[str, Any]:
         return request_body(drafts, self._vocabulary, bool(self._options.get("enable_deterministic_inference")))

@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rl_tpu.rollout.process import SCRATCH_PREFIX
+from rl_tpu.rollout.leftovers import SCRATCH_PREFIX
 
 SHARED_MEMORY = Path("/dev/shm")
 

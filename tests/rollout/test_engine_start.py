@@ -17,8 +17,8 @@ from tiny import make_config
 
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.fleet import Fleet
+from rl_tpu.rollout.leftovers import held_files, new_files
 from rl_tpu.rollout.process import ServerProcess, free_port, last_words
-from rl_tpu.rollout.server import held_files, new_files
 
 
 def server_sessions(log: Path) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ import ray
 from processes import gone, session_members
 from tiny import changed, load_model, make_config, weights_of
 
+from rl_tpu.rollout.engine import EngineLostError
 from rl_tpu.rollout.fleet import Fleet
 from rl_tpu.types import SamplingParams
 from weight_sync.shared_memory.segments import PAGE_BYTES
@@ -61,10 +63,30 @@ def test_a_policy_that_does_not_verify(fleet, run, publish, weights):
     assert fleet.lost == {}
 
 
-def test_a_load_that_breaks_off(fleet, run, publish, weights, tmp_path):
-    """What was in flight is written again from the start, under the new policy: no token comes from a mixture."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_load_that_breaks_off(fleet, run, publish, weights, tmp_path, monkeypatch, late):
+    """What was in flight is written again from the start, under the new policy: no token comes from a mixture. If the
+    requests learn of it ``late``, the engine is whole again, and stays in routing."""
+    run(fleet.update_weights(publish(2, weights), 2))
     new = changed(weights, seed=3)
     (tmp_path / "fault").touch()
+    engine, reloaded = fleet.engines[0], asyncio.Event()
+
+    async def write(drafts, write=engine.write):
+        try:
+            await write(drafts)
+        except EngineLostError:
+            await reloaded.wait()
+            raise
+
+    async def reload(handle, version, reload=fleet.reload):
+        metrics = await reload(handle, version)
+        reloaded.set()
+        return metrics
+
+    if late:
+        monkeypatch.setattr(engine, "write", write)
+        monkeypatch.setattr(fleet, "reload", reload)
     handle = publish(3, new) | {"fault": {"kind": "raise", "file": str(tmp_path / "fault")}}
     metrics, completions = run(synchronise(fleet, 3, handle, lambda: publish(3, new)))
     assert not (tmp_path / "fault").exists()
@@ -74,6 +96,8 @@ def test_a_load_that_breaks_off(fleet, run, publish, weights, tmp_path):
         assert completion.finish_reason in ("stop", "length")
         assert [span.version for span in completion.spans] in ([2], [3])  # [2]: it had ended before
     assert [3] in [[span.version for span in completion.spans] for completion in completions]
+    assert reloaded.is_set() == late
+    assert fleet.lost == {}
     assert run(fleet.check_weights(new)) == 1
 
 
@@ -125,7 +149,8 @@ def test_an_engine_that_dies_while_it_writes(fleet, run, publish, weights):
     async def kill_in_mid_decode():
         request = asyncio.create_task(fleet.generate(PROMPT, SamplingParams(400), 2))
         await asyncio.sleep(0.5)
-        await fleet.engines[0]._actor.close.remote()
+        with contextlib.suppress(ray.exceptions.RayError):  # the fleet may already have ended the actor, too
+            await fleet.engines[0]._actor.close.remote()
         return await asyncio.wait_for(request, 300)
 
     run(fleet.update_weights(publish(8, weights), 8))
