@@ -18,6 +18,8 @@ EVALUATION = [
     "evaluation.sets.held_out.source.size=100",
     "evaluation.sets.held_out_greedy.source.size=20",
 ]
+LONG = ["evaluation.sets.held_out.source.size=800"]
+"""So long that it goes on when the next steps are done."""
 
 
 def evaluations(run_dir: Path) -> list[dict]:
@@ -45,8 +47,8 @@ def test_every_policy_is_evaluated_while_the_next_ones_are_made(start_job, tmp_p
 @pytest.mark.slow
 def test_a_run_killed_during_an_evaluation_makes_up_for_it(start_job, tmp_path):
     run_dir = tmp_path / "run"
-    settings = [f"run_dir={run_dir}", *TWO_ENGINES, *EVALUATION, "evaluation.every_steps=2"]
-    settings += ["evaluation.sets.held_out.source.size=1000", "trainer.checkpoint.every_steps=1"]
+    settings = [f"run_dir={run_dir}", *TWO_ENGINES, *EVALUATION, *LONG, "evaluation.every_steps=2"]
+    settings += ["trainer.checkpoint.every_steps=1"]
     job = start_job(*settings, "trainer.steps=500")
     job.wait_for(lambda: (run_dir / "checkpoints/step-000002").exists())
     kill_everything(job)
@@ -63,7 +65,7 @@ def test_a_run_killed_during_an_evaluation_makes_up_for_it(start_job, tmp_path):
 @pytest.mark.slow
 def test_interrupted_during_an_evaluation(start_job, tmp_path):
     run_dir = tmp_path / "run"
-    settings = [f"run_dir={run_dir}", *TWO_ENGINES, *EVALUATION, "evaluation.sets.held_out.source.size=1000"]
+    settings = [f"run_dir={run_dir}", *TWO_ENGINES, *EVALUATION, *LONG]
     job = start_job(*settings, "trainer.steps=500")
     job.wait_for_steps(run_dir, 1)
     job.interrupt(signal.SIGTERM)
