@@ -222,9 +222,7 @@ class Collector:
         self._ready = [one for one in self._ready if one.oldest_version >= oldest]
         late = [task for task, drawn in self._in_flight.items() if drawn.version < oldest and not task.done()]
         self._cancel(late)
-        dropped = before - len(self._ready) + len(late)
-        self._dropped_stale += dropped
-        self._drawn_this_step -= dropped
+        self._dropped_stale += before - len(self._ready) + len(late)
 
     def _cancel(self, tasks: list[asyncio.Task[Group]]) -> None:
         for task in tasks:

@@ -60,6 +60,48 @@ def test_staleness_stays_within_the_bound_and_reaches_it(staleness):
     assert min(lags) >= 0
 
 
+@pytest.mark.parametrize("stale_groups", ["wait", "drop"])
+def test_an_engine_that_keeps_an_old_policy_ends_the_run(stale_groups):
+    engine, stuck = Engine(), Engine()
+    settings = config("rollout.max_staleness=1", f"rollout.stale_groups={stale_groups}")
+    collector = Collector(settings, PromptStream(PROMPTS), stuck.answer)
+    with pytest.raises(RunError, match=r"group \d+ is 2 versions old, the bound is 1"):
+        asyncio.run(run(collector, engine, 12))
+
+
+def test_old_groups_train_where_they_are_corrected():
+    correction = ["algorithm.old_logprobs=recompute", "algorithm.correction.mode=truncate"]
+    settings = config("rollout.max_staleness=1", "rollout.stale_groups=correct", *correction)
+    collector, shares = Collector(settings, PromptStream(PROMPTS), Engine().answer), []
+
+    async def all_steps():
+        for step in range(4):
+            collector.advance(step)
+            assert len(await collector.batch(step)) == 4
+            shares.append(collector.metrics["rollout/stale_share"])
+
+    asyncio.run(all_steps())
+    assert shares == [0, 0, 1, 1]
+
+
+def test_an_answer_that_fails_is_heard_of_although_enough_are_ready():
+    async def answer(prompt):
+        if prompt.id == "7":
+            raise RunError("engine 0 died")
+        return Group(-1, prompt, [Sample([1], [1], [1], [-0.5], [VersionSpan(0, 0, 1)], "stop", reward=1.0)])
+
+    async def one_step():
+        collector = Collector(config("rollout.max_staleness=1"), PromptStream(PROMPTS, shuffle=False), answer)
+        collector.advance(0)
+        with pytest.raises(RunError, match="engine 0 died"):
+            await collector.batch(0)
+        return collector.state()
+
+    state = asyncio.run(one_step())
+    assert len(state["ready"]) == 7
+    assert [prompt.id for _, prompt in state["in_flight"]] == ["7"], "its prompt is not lost"
+
+
 def test_synchronous_batches_are_the_prompts_in_order():
     engine = Engine(seed=3)
     collector = Collector(config(), PromptStream(PROMPTS, shuffle=False), engine.answer)
