@@ -1,5 +1,8 @@
-"""Which policy wrote the tokens of an unfinished sample. SGLang tells it of finished ones only, but a sample that another
-engine has to finish needs it, too."""
+"""What SGLang streams of an unfinished sample.
+
+With the tokens, which policy wrote them: it tells that of finished ones only, but a sample that another engine has to finish
+needs it, too. And nothing before there are as many as were asked for: it sends the first token of every sample at once.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ def register_hooks() -> None:
 def _accept(accept: Callable[..., None], outputs: Any, *, req: Any) -> None:
     from sglang.srt.utils.weight_versions import compute_weight_version_spans
 
+    interval = req.sampling_params.stream_interval
+    if interval and not req.finished() and len(req.output_ids) - req.send_token_offset < interval:
+        return
     told = len(outputs.weight_versions)
     accept(outputs, req=req)
     if len(outputs.weight_versions) > told and outputs.weight_versions[-1] is None:
