@@ -127,8 +127,8 @@ def test_the_policy_learns_to_call_and_without_the_tool_it_does_not_get_better(t
         command = [sys.executable, "-m", "rl_tpu.train", "+experiment=calculator", f"run_dir={run_dir}", *overrides]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1400)
         assert done.returncode == 0, done.stdout + done.stderr
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        values = [row["eval/held_out/mean"] for row in rows if "eval/held_out/mean" in row]
+        rows = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+        values = [row["eval/held_out/reward_mean"] for row in rows]
         return values[0], values[-1]
 
     before, after = accuracy("with")
