@@ -37,6 +37,8 @@ OF_LIMIT = 0.8
 """What a step's perfect overlap may be of its time, at least."""
 WARMUP = 3
 """Steps of every process that do not count: the first ones start caches and fill the pipeline."""
+DRAIN = 3
+"""Steps at the end that do not count either: nothing more is drawn while they train."""
 PROMPTS, ANSWERS = 32, 4
 PACINGS = {
     "k=0": [],
@@ -50,7 +52,6 @@ PACINGS = {
         "weight_sync.pause_mode=in_place",
     ],
 }
-
 KEPT = (
     *(f"perf/{part}_s" for part in ("generate", "prepare", "train", "sync")),
     *(f"rollout/{name}" for name in ("staleness_mean", "token_staleness_mean", "mixed_version_share", "tail_wait_s")),
@@ -93,21 +94,21 @@ def accuracy(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
 def time_per_step(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step by pacing, and those of its parts alone."""
     task.write(directory)
-    common = tail_settings(directory, WARMUP + (options.steps or 20) + 1)
+    common = tail_settings(directory, WARMUP + (options.steps or 20) + DRAIN)
     found: dict[str, dict[str, Any]] = {}
     train_alone = 0.0
     for name, pacing in PACINGS.items():
         run_dir = directory / f"time-{len(found)}"
         job("train", [*common, *pacing, f"run_dir={run_dir}"])
-        rows = read(run_dir / "metrics.jsonl")[WARMUP:-1]  # the last one has nothing after it to overlap with
+        rows = read(run_dir / "metrics.jsonl")[WARMUP:-DRAIN]
         if not found:  # synchronous: while it trains nothing else goes on
             train_alone = fmean(row["perf/prepare_s"] + row["perf/train_s"] for row in rows)
         alone = directory / f"generate-{len(found)}"
         job("generate", [*common, *pacing, f"run_dir={alone}"])
-        generate_alone = fmean(row["perf/generate_s"] for row in read(alone / "metrics.jsonl")[WARMUP:-1])
-        limit, step = max(generate_alone, train_alone), fmean(cycles(run_dir)[WARMUP:])
+        step, generate_alone = seconds_per_step(run_dir), seconds_per_step(alone)
+        limit = max(generate_alone, train_alone)
         found[name] = {"step": step, "generate_alone": generate_alone, "train_alone": train_alone, "limit": limit}
-        found[name] |= {"limit / step": limit / step, "of k=0": step / (found["k=0"]["step"])}
+        found[name] |= {"limit / step": limit / step, "of k=0": step / found["k=0"]["step"]}
         found[name] |= {metric: fmean(row[metric] for row in rows) for metric in KEPT}
         found[name]["largest staleness"] = max(row["rollout/staleness_max"] for row in rows)
         say(f"{name}: {step:.2f} s a step, generating alone {generate_alone:.2f}, training alone {train_alone:.2f}")
@@ -153,11 +154,11 @@ def tail_settings(directory: Path, steps: int) -> list[str]:
     return [*common, "evaluation=none", "tracking.tensorboard=false"]
 
 
-def cycles(run_dir: Path) -> list[float]:
-    """Seconds from the beginning of each step to that of the next."""
+def seconds_per_step(run_dir: Path) -> float:
+    """Mean of the counted steps, from the beginning of each to that of the next."""
     text = (run_dir / "timeline.json").read_text().rstrip().rstrip(",]")
     starts = sorted(event["ts"] for event in json.loads(text + "]") if event["name"] == "step")
-    return [(later - earlier) / 1e6 for earlier, later in pairwise(starts)]
+    return fmean((later - earlier) / 1e6 for earlier, later in list(pairwise(starts))[WARMUP : 1 - DRAIN])
 
 
 def job(entry: str, settings: list[str]) -> None:
