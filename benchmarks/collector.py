@@ -75,6 +75,8 @@ def overrides(workload: str, directory: Path) -> list[str]:
         f"rollout.max_response_tokens={shape.longest}",
         f"rollout.context_tokens={shape.prompt_tokens + shape.longest}",
         "rollout.kv_cache_tokens=65536",
+        "trainer.row_tokens=[512]",  # no trainer is started
+        "trainer.microbatch_tokens=null",
     ]
 
 
@@ -185,8 +187,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         task.write(directory)
-        for workload in [options.only] if options.only else ["short", "w1"]:
-            config = load_config(overrides(workload, directory))
+        workloads = [options.only] if options.only else ["short", "w1"]
+        for workload, config in [(name, load_config(overrides(name, directory))) for name in workloads]:
             inputs = read_inputs(config)
             rounds = asyncio.run(rounds_of(config, inputs, directory, options))
             ratios = [ratio(found) for found in rounds]
