@@ -148,20 +148,20 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 
 def _sampling(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.top_k == 0:
-        yield "rollout.top_k 0 leaves no token to sample: -1 is for all, k for the k likeliest"
+    chosen = {"rollout": rollout} | {f"evaluation.sets.{name}": each for name, each in config.evaluation.sets.items()}
+    for name, each in chosen.items():
+        if each.top_k == 0:
+            yield f"{name}.top_k 0 leaves no token to sample: -1 is for all, k for the k likeliest"
     if rollout.temperature < GREEDY_BELOW:
         yield (
             f"rollout.temperature {rollout.temperature} is greedy to the engine (it is less than {GREEDY_BELOW}):"
             " no answer would differ from another"
         )
     seeded = rollout.server_options.get("enable_deterministic_inference", config.cluster.device == "cpu")
-    chosen = {"rollout.min_p": rollout.min_p}
-    chosen |= {f"evaluation.sets.{name}.min_p": each.min_p for name, each in config.evaluation.sets.items()}
-    for name, min_p in chosen.items():
-        if seeded and min_p > 0:
+    for name, each in chosen.items():
+        if seeded and each.min_p > 0:
             yield (
-                f"{name} {min_p}: SGLang has no min_p in seeded sampling; use min_p 0, or set"
+                f"{name}.min_p {each.min_p}: SGLang has no min_p in seeded sampling; use min_p 0, or set"
                 " rollout.server_options.enable_deterministic_inference to false (runs then cannot be repeated)"
             )
 

@@ -25,7 +25,7 @@ from rl_tpu.orchestrator.inputs import Inputs, check_names, fill_options, read_i
 from rl_tpu.orchestrator.interrupt import Interrupt, Interrupted, interrupt_by_sigterm
 from rl_tpu.orchestrator.loop import Run, train
 from rl_tpu.orchestrator.placement import ROLES, Placement, check_machine
-from rl_tpu.orchestrator.replay import Replay, find_steps
+from rl_tpu.orchestrator.replay import Replay, check_steps
 from rl_tpu.orchestrator.state import Checkpoints, load_state
 from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
@@ -48,8 +48,9 @@ def run_job(config: RunConfig) -> None:
     if config.dry_run:
         describe(config, directory.path)
         return
+    steps = None
     if config.replay:  # no engine is started, so nothing can be evaluated
-        find_steps(config)
+        steps = check_steps(config, directory.path)
         evaluation = config.evaluation.model_copy(update={"sets": {}})
         config = config.model_copy(update={"evaluation": evaluation})
     roles = ("trainer",) if config.replay else ROLES
@@ -61,7 +62,7 @@ def run_job(config: RunConfig) -> None:
     if state:
         check_pacing(config, state)
     with only_writer(directory), Placement(config, roles=roles) as placement:
-        asyncio.run(_run(config, inputs, placement, directory, checkpoint, state))
+        asyncio.run(_run(config, inputs, placement, directory, checkpoint, state, steps))
 
 
 def exit_code(job: Callable[[], None]) -> int:
@@ -129,6 +130,8 @@ def only_writer(directory: RunDirectory) -> Iterator[None]:
 def check_pacing(config: RunConfig, state: dict[str, Any]) -> None:
     """Raise UserError where a checkpoint's groups do not fit the bound on staleness as it is configured now."""
     step, consumed, rollout = state["step"], state["collector"]["consumed"], config.rollout
+    if not (config.replay or state["collector"]["stream"]):
+        raise UserError("resume: the checkpoint is of a replay, which drew no prompts: go on with replay=RUN_DIR")
     if consumed != step * rollout.prompts_per_step:
         raise UserError(
             f"resume: the checkpoint drew {consumed} prompts in {step} steps, with rollout.prompts_per_step"
@@ -150,6 +153,7 @@ async def _run(
     directory: RunDirectory,
     checkpoint: Path | None,
     state: dict[str, Any] | None,
+    steps: list[Path] | None,
 ) -> None:
     run_id = uuid.uuid4().hex[:8]
     interrupt = Interrupt()
@@ -175,7 +179,20 @@ async def _run(
                 stack.push_async_callback(inputs.environment.close)
                 await interrupt.guard(inputs.environment.open())
                 answers = Answers(config, inputs.environment, fleet, rewards)
-            run = _assemble(config, inputs, trainer, answers, tracker, interrupt, directory)
+                source = Collector(config, open_stream(inputs.train, config.data, config.seed), answers)
+            else:
+                source = Replay(config, steps)
+            run = Run(
+                config=config,
+                trainer=trainer,
+                answers=answers,
+                collector=source,
+                eval_sets=inputs.eval_sets,
+                tracker=tracker,
+                checkpoints=Checkpoints(directory.checkpoints, config.trainer.checkpoint.keep),
+                interrupt=interrupt,
+                exports=directory.exports,
+            )
             if state:
                 run.step = run.saved_step = step
                 run.evaluated_step = state.get("evaluated_step", -1)
@@ -219,29 +236,3 @@ async def _start(
                 stack.push_async_callback(part.close)
     trainer, *fleet = [start.result() for start in failed or starts]
     return trainer, fleet[0] if fleet else None
-
-
-def _assemble(
-    config: RunConfig,
-    inputs: Inputs,
-    trainer: TrainerGroup,
-    answers: Answers | None,
-    tracker: Tracker,
-    interrupt: Interrupt,
-    directory: RunDirectory,
-) -> Run:
-    if answers is None:
-        source = Replay(config)
-    else:
-        source = Collector(config, open_stream(inputs.train, config.data, config.seed), answers)
-    return Run(
-        config=config,
-        trainer=trainer,
-        answers=answers,
-        collector=source,
-        eval_sets=inputs.eval_sets,
-        tracker=tracker,
-        checkpoints=Checkpoints(directory.checkpoints, config.trainer.checkpoint.keep),
-        interrupt=interrupt,
-        exports=directory.exports,
-    )

@@ -51,6 +51,7 @@ def sample_rows(step: int, groups: list[Group]) -> Iterator[dict[str, Any]]:
                 "spans": [asdict(span) for span in sample.spans],
                 "turns": [asdict(turn) for turn in sample.turns],
                 "measures": sample.measures,
+                "cached_prompt_tokens": sample.cached_prompt_tokens,
                 "prompt_ids": sample.prompt_ids,
                 "response_ids": sample.response_ids,
                 "loss_mask": sample.loss_mask,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
 from jobs import read_rows
 
 from rl_tpu.config.compose import load_config
-from rl_tpu.errors import RunError, UserError
-from rl_tpu.orchestrator.replay import find_steps, read_groups
+from rl_tpu.errors import UserError
+from rl_tpu.orchestrator.replay import check_steps, read_groups
 
 LEARNT = ("train/loss", "train/grad_norm", "train/entropy", "train/ratio_mean", "reward/mean", "reward/overlong_mean")
 
@@ -102,25 +103,43 @@ def config(directory):
 
 
 def test_what_the_algorithm_added_to_rewards_is_left_out(dump):
-    [group] = read_groups(find_steps(config(dump))[1])
+    [group] = read_groups(check_steps(config(dump), dump.parent / "new")[1])
     assert [sample.reward for sample in group.samples] == [1.0, 1.0]
     assert group.prompt.id == "p"
 
 
+def test_numbers_that_json_cannot_hold_are_not_numbers(dump):
+    path = dump / "step-000000.jsonl"
+    row = json.loads(path.read_text().splitlines()[0])
+    path.write_text((json.dumps({**row, "logprobs": [None], "reward_parts": {"exact": None}}) + "\n") * 2)
+    [group] = read_groups(path)
+    assert all(math.isnan(sample.logprobs[0]) and math.isnan(sample.reward) for sample in group.samples)
+
+
 def test_a_dump_that_does_not_fit_is_refused_before_anything_starts(dump):
     with pytest.raises(UserError, match=r"replay=.*there is no .*step-000000.jsonl; name a run directory"):
-        find_steps(config(dump.parent / "elsewhere"))
-    text = (dump / "step-000001.jsonl").read_text()
-    (dump / "step-000001.jsonl").write_text(text + text)
-    with pytest.raises(UserError, match=r"step-000001.jsonl has 4 samples, .*samples_per_prompt 2 are 2"):
-        find_steps(config(dump))
-    shutil.move(dump / "step-000001.jsonl", dump / "step-000003.jsonl")
+        check_steps(config(dump.parent / "elsewhere" / "samples"), dump.parent / "new")
+    with pytest.raises(UserError, match=r"is the run's own directory, whose samples it would replace: set run_dir"):
+        check_steps(config(dump), dump.parent)
+    narrow = config(dump)
+    narrow = narrow.model_copy(update={"trainer": narrow.trainer.model_copy(update={"row_tokens": [1]})})
+    with pytest.raises(UserError, match=r"has a sample of 2 tokens, the longest row of trainer.row_tokens is 1"):
+        check_steps(narrow, dump.parent / "new")
+    last = dump / "step-000001.jsonl"
+    text = last.read_text()
+    other = text.replace('"group": 0', '"group": 1')
+    for wrong, found in (
+        (text + text, "1 groups of 4"),
+        (text.splitlines()[0] + "\n" + other.splitlines()[0], "2 groups of 1"),
+    ):
+        last.write_text(wrong)
+        with pytest.raises(
+            UserError, match=rf"step-000001.jsonl has {found} samples, .* is 1 and samples_per_prompt 2"
+        ):
+            check_steps(config(dump), dump.parent / "new")
+    last.write_text('{"group": 0}\n{"group"')
+    with pytest.raises(UserError, match=r"step-000001.jsonl, line 1 is no sample \(KeyError: 'prompt_id'\)"):
+        check_steps(config(dump), dump.parent / "new")
+    shutil.move(last, dump / "step-000003.jsonl")
     with pytest.raises(UserError, match=r"step 1 is missing, the next one there is step-000003.jsonl"):
-        find_steps(config(dump))
-
-
-def test_a_row_that_is_no_sample_is_named(dump):
-    (dump / "step-000001.jsonl").write_text('{"group": 0}\n{"group"')
-    files = find_steps(config(dump))
-    with pytest.raises(RunError, match=r"step-000001.jsonl, line 1 is no sample \(KeyError: 'prompt_id'\)"):
-        read_groups(files[1])
+        check_steps(config(dump), dump.parent / "new")

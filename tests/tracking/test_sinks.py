@@ -182,6 +182,7 @@ def test_samples_hold_everything_a_reader_or_a_replay_needs(open_tracker, tmp_pa
         "spans": [{"version": 0, "start": 0, "end": 3}],
         "turns": [],
         "measures": {},
+        "cached_prompt_tokens": 0,
         "prompt_ids": [0, 1],
         "response_ids": [10, 11, 12],
         "loss_mask": [1, 1, 1],
