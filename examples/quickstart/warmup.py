@@ -24,7 +24,7 @@ from rl_tpu.types import Prompt, Sample, VersionSpan
 
 sys.path.append(str(Path(__file__).parents[1]))  # what the examples share
 
-from tiny_policy import imitate, main, make_tokenizer
+from tiny_model import imitate, main, make_tokenizer
 
 STEPS = 600
 BATCH = 64

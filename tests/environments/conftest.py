@@ -1,4 +1,4 @@
-"""One real engine with a tiny policy, for all tests of environments that need one."""
+"""One real engine with a tiny policy, for the tests of a file that need one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_tpu.config.schema import RunConfig
 from rl_tpu.rollout.sglang import SGLangEngine
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def policy_dir(tmp_path_factory, byte_tokenizer):
     """A tiny Qwen3 that was taught one conversation (`talker`); to anything else it answers as it likes."""
     path = tmp_path_factory.mktemp("policy")
@@ -23,14 +23,14 @@ def policy_dir(tmp_path_factory, byte_tokenizer):
     return path
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def run():
     """Runs a coroutine; all on one event loop, to which the engine's connections belong."""
     with asyncio.Runner() as runner:
         yield runner.run
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def policy_engine(policy_dir, run, tmp_path_factory):
     """SGLang, float32, with room for 1,024 tokens a request."""
     values = {
@@ -58,7 +58,7 @@ def policy_engine(policy_dir, run, tmp_path_factory):
     ray.shutdown()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def policy_model(policy_dir):
     """The same policy in transformers: the second source of log-probabilities."""
     return Qwen3ForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()

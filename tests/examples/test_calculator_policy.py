@@ -9,7 +9,7 @@ import sys
 
 import make_policy
 import pytest
-from tiny_policy import make_tokenizer
+from tiny_model import make_tokenizer
 
 from rl_tpu.config.compose import load_config
 from rl_tpu.data import load_prompts

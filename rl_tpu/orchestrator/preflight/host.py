@@ -88,5 +88,5 @@ def _name(process: Path) -> str:
         module = (
             words[words.index("-m") + 1] if "-m" in words[:-2] else next((w for w in words[1:] if w[:1] != "-"), "")
         )
-        return f"{program} {module}".strip()[:80]
+        return f"{program} {os.path.basename(module)}".strip()[:80]
     return program
