@@ -34,6 +34,8 @@ NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 """Of a single read: the deadline is the whole request's."""
 POLL_S = 0.02
 """Between two questions whether a version is staged."""
+ABORT_TIMEOUT_S = 5.0
+"""Within this the samples that an update takes out should have ended; those that have not are aborted a little later."""
 CLEANUP_TIMEOUT_S = 10.0
 """Deadline of each request that ends an update."""
 KEEP_ALIVE_S = 3.0
@@ -65,6 +67,8 @@ class SGLangEngine:
         self._actor: Any = None
         self._session: aiohttp.ClientSession | None = None
         self._updating = asyncio.Lock()
+        self._writing: set[asyncio.Future[None]] = set()
+        """One for each `write` that goes on."""
         self._broken_loads: list[str] = []
         """Why each of them broke off."""
 
@@ -96,6 +100,8 @@ class SGLangEngine:
 
     async def write(self, drafts: Sequence[Draft]) -> None:
         broken_loads = len(self._broken_loads)
+        ended = asyncio.get_running_loop().create_future()
+        self._writing.add(ended)
         try:
             async with asyncio.timeout(self._config.rollout.request_timeout_s):
                 prompt = drafts[0].prompt_ids
@@ -108,6 +114,8 @@ class SGLangEngine:
         except TimeoutError:
             raise RunError(self._late("/generate", self._config.rollout.request_timeout_s)) from None
         finally:
+            self._writing.discard(ended)
+            ended.set_result(None)
             if broken := self._broken_loads[broken_loads:]:
                 for draft in drafts:
                     if not draft.finished:  # its last token may come from weights that are no policy
@@ -243,7 +251,10 @@ class SGLangEngine:
         """
         mode = self._config.weight_sync.pause_mode
         if mode == "resume":  # of what is aborted once it was retracted SGLang does not tell everything that it wrote
+            writing = set(self._writing)
             await self.post("/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
+            if writing:  # the server only notes the request, and would retract first what it is to abort
+                await asyncio.wait(writing, timeout=ABORT_TIMEOUT_S)
         how = "in_place" if mode == "in_place" else "retract"
         await self.post("/pause_generation", {"mode": how}, CONTROL_TIMEOUT_S)
         try:
