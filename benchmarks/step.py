@@ -40,6 +40,8 @@ Steps = list[dict[str, float]]
 def ours(directory: Path, workload: str, staleness: int, options: argparse.Namespace) -> Steps:
     """The parts of every counted step of a whole job, from its metrics.jsonl."""
     run_dir = Path(tempfile.mkdtemp(prefix=f"{workload}-", dir=directory))
+    # Engine and trainer take turns, or share the cores: threads of both on all of them wait for each other.
+    threads = options.threads if staleness == 0 else max(1, options.threads // 2)
     longest, shape = task.WORKLOADS[workload].longest, task.WORKLOADS[workload]
     settings = {
         "model": {"path": str(directory / "model"), "make": None},
@@ -54,14 +56,14 @@ def ours(directory: Path, workload: str, staleness: int, options: argparse.Names
             "context_tokens": shape.prompt_tokens + longest,
             "kv_cache_tokens": 65536,
             "max_running_requests": shape.prompts * task.ANSWERS,
-            "threads_per_engine": options.threads if staleness == 0 else max(1, options.threads // 2),
+            "threads_per_engine": threads,
             "max_staleness": staleness,
         },
         "trainer": {
             "steps": WARMUP + options.steps,
             "row_tokens": [2560],
             "microbatch_tokens": None,
-            "threads_per_rank": options.threads,
+            "threads_per_rank": threads,
             "optimizer": {"learning_rate": 1e-6, "warmup_steps": 0, "beta1": 0.9, "beta2": 0.95, "max_grad_norm": 1.0},
             "checkpoint": {"every_steps": 0, "export_final": False},
         },
@@ -126,9 +128,7 @@ def main() -> None:
         sides = {}
         for workload in TARGETS:
             for staleness in (0, 1):
-                sides[f"{workload} ours, max_staleness {staleness}"] = lambda w=workload, k=staleness: ours(
-                    directory, w, k, options
-                )
+                sides[f"{workload} ours k={staleness}"] = lambda w=workload, k=staleness: ours(directory, w, k, options)
             sides[f"{workload} TRL"] = lambda w=workload: trl(directory, w, 32, python, options)
         chosen = {name: side for name, side in sides.items() if name.startswith(tuple(options.only.split(",")))}
         for number in range(options.rounds):
