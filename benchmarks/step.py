@@ -79,14 +79,11 @@ def ours(directory: Path, workload: str, staleness: int, options: argparse.Names
 
 
 def parts(row: dict[str, float]) -> dict[str, float]:
-    """Where the seconds of a step went. What overlaps with another part (answers with training) is the other part's."""
-    waited = row["perf/generate_s"]
+    """Where the seconds of a step went; of answers that are written while the trainer learns, what it waited for them."""
+    generate, reward = row["perf/answering_s"], row["perf/rewarding_s"]
+    if row["rollout/staleness_max"]:
+        generate, reward = row["perf/generate_s"], 0.0
     learnt = row["train/tokens"] / row["train/tokens_per_s"]  # in the trainer's own process
-    overlapped = row["perf/step_s"] - waited
-    generate = min(waited, max(0.0, row["perf/answering_s"] - overlapped) if row["rollout/staleness_max"] else waited)
-    reward = min(waited - generate, row["perf/rewarding_s"])
-    if not row["rollout/staleness_max"]:
-        generate, reward = row["perf/answering_s"], row["perf/rewarding_s"]
     known = {"generate": generate, "reward": reward, "train": learnt, "sync": row["perf/sync_s"]}
     return {"step": row["perf/step_s"], **known, "orchestration": row["perf/step_s"] - sum(known.values())}
 

@@ -153,7 +153,8 @@ class Fleet:
         await self._bring([engine for engine in updated if engine.name not in self._restarts])
         self._failed = {engine.name for engine in updated} - self._updates.keys()
         counted, self._counted = self._counted, Counter()
-        return self._metrics() | {name: float(counted[name]) for name in COUNTED}
+        waiting = {"rollout/waiting_samples": float(self._router.waiting)}
+        return self._metrics() | waiting | {name: float(counted[name]) for name in COUNTED}
 
     async def reload(self, handle: Mapping[str, Any], version: int) -> dict[str, float]:
         """Bring the same version, published whole, to the engines that are ``behind``; metrics of the sync so far."""

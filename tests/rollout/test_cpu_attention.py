@@ -35,7 +35,9 @@ def test_decode_is_attention_over_a_request_s_own_tokens(heads, key_heads, windo
         req_to_token[slot, :length] = place
     query = torch.randn(len(lengths), heads, SIZE).to(dtype)
     output = torch.empty_like(query)
-    decode(None, query, output, keys, values, req_to_token, slots, lengths, scaling=0.3, sliding_window_size=window)
+    decode(
+        None, None, query, output, keys, values, req_to_token, slots, lengths, scaling=0.3, sliding_window_size=window
+    )
     for row, place in enumerate(places):
         expected = formula(query[row], keys[place], values[place], 0.3, window)
         torch.testing.assert_close(output[row].double(), expected, atol=tolerance, rtol=tolerance)
@@ -49,3 +51,25 @@ def test_chunks_hold_every_request_once_and_little_padding():
         assert longest == lengths[chosen].max()
         assert longest <= max(64, MOST_PADDING * lengths[chosen].min())
         assert len(chosen) == 1 or len(chosen) * longest <= 4000
+
+
+def test_a_model_with_an_encoder_is_left_to_sglang():
+    seen = []
+    tensors = [torch.zeros(2, 4, SIZE), torch.zeros(2, 4, SIZE), *(torch.zeros(9, 2, SIZE) for _ in range(2))]
+    lengths = torch.tensor([1, 1])
+    places = torch.zeros(2, 4, dtype=torch.int32)
+
+    def one_by_one(*arguments):
+        seen.append(arguments)
+        return "result"
+
+    encoder = torch.tensor([3, 3])
+    result = decode(
+        one_by_one, "backend", *tensors, places, torch.arange(2), lengths, encoder, scaling=0.3, is_cross_attn=True
+    )
+    assert result == "result"
+    [arguments] = seen
+    assert arguments[0] == "backend"
+    assert arguments[7] is lengths
+    assert arguments[8] is encoder
+    assert arguments[9:] == (0.3, False, False, True, None)

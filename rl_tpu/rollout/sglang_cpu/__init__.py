@@ -74,7 +74,7 @@ def register_hooks() -> None:
     for module in ("sglang.kernels.ops.sampling.murmur_hash", "sglang.srt.layers.sampler"):
         HookRegistry.register(f"{module}.murmur_hash32", murmur_hash32, HookType.REPLACE)
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-    HookRegistry.register(f"{native}._run_sdpa_forward_decode", attention.decode, HookType.REPLACE)
+    HookRegistry.register(f"{native}._run_sdpa_forward_decode", attention.decode, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", lambda *_, **__: None, HookType.REPLACE
     )

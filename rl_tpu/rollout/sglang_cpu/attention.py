@@ -6,6 +6,7 @@ keys and values padded to the longest of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ FEW_TOKENS = 64
 
 
 def decode(
+    one_by_one: Callable[..., torch.Tensor],
     backend: Any,
     query: torch.Tensor,
     output: torch.Tensor,
@@ -35,7 +37,7 @@ def decode(
     is_cross_attn: bool = False,
     sliding_window_size: int | None = None,
 ) -> torch.Tensor:
-    """Stands in for ``TorchNativeAttnBackend._run_sdpa_forward_decode``, for models without encoder.
+    """Around ``TorchNativeAttnBackend._run_sdpa_forward_decode``, which still does it for models with an encoder.
 
     query, output       [requests, heads, head size], one new token each
     k_cache, v_cache    [tokens, key-value heads, head size]
@@ -44,7 +46,9 @@ def decode(
     seq_lens            [requests]: its tokens, the new one included
     """
     if encoder_lens is not None:
-        raise NotImplementedError("models with an encoder are not served on a CPU")
+        where = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
+        how = (scaling, enable_gqa, causal, is_cross_attn, sliding_window_size)
+        return one_by_one(backend, query, output, *where, *how)
     heads, key_heads = query.shape[1], k_cache.shape[1]
     queries = query.unflatten(1, (key_heads, heads // key_heads))  # heads that share keys are queries of one head
     results = output.unflatten(1, (key_heads, heads // key_heads))
