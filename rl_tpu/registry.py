@@ -56,11 +56,12 @@ def check_options(what: str, name: str, call: Callable[..., Any], leading: Itera
     """Raise UserError unless ``call(*leading, **options)`` fits the signature of ``call``.
 
     ``leading`` names the arguments we give ourselves; the rest of the signature is what the configuration may set. Values
-    are checked against annotations where there are some.
+    are checked against annotations where there are some. A constructor that takes ``**options`` has those of the class that
+    it extends.
     """
     leading = list(leading)
     try:
-        signature = inspect.signature(call)
+        signature = _signature(call)
     except (TypeError, ValueError):
         raise UserError(f"{what} {name!r} is not callable") from None
     try:
@@ -76,12 +77,33 @@ def check_options(what: str, name: str, call: Callable[..., Any], leading: Itera
         ) from None
 
 
+def _signature(call: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(call)
+    if not isinstance(call, type):
+        return signature
+    parameters = dict(signature.parameters)
+    for constructor in _constructors(call):
+        rest = [name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
+        inherited = dict(list(inspect.signature(constructor).parameters.items())[1:])
+        if rest and inherited.keys() - parameters.keys():
+            del parameters[rest[0]]
+            parameters = inherited | parameters
+    return signature.replace(parameters=sorted(parameters.values(), key=lambda parameter: parameter.kind))
+
+
+def _constructors(made: type) -> list[Callable[..., Any]]:
+    """Its own, then those of the classes that it extends."""
+    return [vars(each)["__init__"] for each in made.__mro__ if each is not object and "__init__" in vars(each)]
+
+
 def check_types(what: str, name: str, call: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raise UserError unless the values of ``options`` fit the annotations of ``call``, where there are some."""
     while isinstance(call, functools.partial):
         call = call.func
     try:
-        annotations = get_type_hints(call.__init__ if isinstance(call, type) else call, include_extras=True)
+        annotations = {}
+        for function in _constructors(call) if isinstance(call, type) else [call]:
+            annotations = get_type_hints(function, include_extras=True) | annotations
     except Exception:  # names imported for type checkers alone
         return
     for key in options.keys() & annotations.keys():

@@ -1,5 +1,7 @@
 """Finding parts by name or import path."""
 
+from typing import Literal
+
 import pytest
 
 from rl_tpu.errors import UserError
@@ -80,3 +82,27 @@ def test_describe_prefers_the_users_file():
         check_options("reward", "r", "a string", (), {})
     assert "registry.py:" in describe(error.value)
     assert f"{__file__}:" in describe(error.value, __file__)
+
+
+class Base:
+    def __init__(self, given, *, limit: int = 3, kind: Literal["a", "b"] = "a"):
+        self.limit, self.kind = limit, kind
+
+
+class Extended(Base):
+    def __init__(self, given, extra: float = 0.5, **common):
+        super().__init__(given, **common)
+
+
+class Plain:
+    def __init__(self, given, **anything):
+        self.anything = anything
+
+
+def test_a_constructor_that_hands_options_on_has_those_of_its_base():
+    check_options("thing", "t", Extended, ["given"], {"extra": 1.0, "limit": 4, "kind": "b"})
+    with pytest.raises(UserError, match=r"'limt', did you mean 'limit'\?; its options: extra, limit, kind"):
+        check_options("thing", "t", Extended, ["given"], {"limt": 4})
+    with pytest.raises(UserError, match=r"thing 't', option kind: .*'a' or 'b'; it is 'c'"):
+        check_options("thing", "t", Extended, ["given"], {"kind": "c"})
+    check_options("thing", "t", Plain, ["given"], {"whatever": 1})  # it has them for itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
@@ -9,6 +10,8 @@ from typing import Any
 
 from rl_tpu.environments.chat import Chat
 from rl_tpu.types import Completion, Prompt, Sample, SamplingParams
+
+log = logging.getLogger(__name__)
 
 Generate = Callable[[Sequence[int], SamplingParams, int], Awaitable[list[Completion]]]
 """``await generate(ids, params, n)``: n completions of the token ids, from a rollout engine. All calls for one prompt go to
@@ -21,6 +24,13 @@ class Environment(ABC):
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._warned: set[str] = set()
+
+    def warn_once(self, kind: str, message: str) -> None:
+        """Log the first of its kind in a run; measures count the others."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("%s. Others like it are only counted.", message)
 
     @property
     def template_options(self) -> Mapping[str, Any]:

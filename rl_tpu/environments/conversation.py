@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from rl_tpu.environments.transcript import Transcript
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.registry import describe
 from rl_tpu.types import Completion, Prompt, Sample, SamplingParams
-
-log = logging.getLogger(__name__)
 
 SHARES = {"length": "over_tokens", "turns": "over_turns", "time": "over_time", "error": "failed"}
 """Measure, 1 or 0, of each way to end but the usual one (``stop``), by ``finish_reason``."""
@@ -87,7 +84,6 @@ class Conversation(Environment):
         self.reward_text = reward_text
         self.on_error = on_error
         self.template = dict(template or {})
-        self._warned: set[str] = set()
 
     @property
     def template_options(self) -> Mapping[str, Any]:
@@ -190,12 +186,6 @@ class Conversation(Environment):
         if self.on_error == "fail":
             raise RunError(f"the environment failed: {message} (environment.options.on_error is fail)") from error
         self.warn_once("respond", f"the environment failed and ended its sample: {message}")
-
-    def warn_once(self, kind: str, message: str) -> None:
-        """Log the first of its kind in a run; measures count the others."""
-        if kind not in self._warned:
-            self._warned.add(kind)
-            log.warning("%s. Others like it are only counted.", message)
 
 
 class _RespondError(Exception):

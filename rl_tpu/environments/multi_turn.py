@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from rl_tpu.environments.calling import call
 from rl_tpu.environments.conversation import Conversation, Progress, Reply, require_positive
@@ -31,22 +31,9 @@ class MultiTurn(Conversation):
         *,
         reply_options: Mapping[str, Any] | None = None,
         reply_timeout_s: float = 30.0,
-        max_turns: int = 8,
-        max_turn_tokens: int | None = None,
-        timeout_s: float = 600.0,
-        reward_text: Literal["last_turn", "whole"] = "last_turn",
-        on_error: Literal["sample", "fail"] = "sample",
-        template: Mapping[str, Any] | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            tokenizer,
-            max_turns=max_turns,
-            max_turn_tokens=max_turn_tokens,
-            timeout_s=timeout_s,
-            reward_text=reward_text,
-            on_error=on_error,
-            template=template,
-        )
+        super().__init__(tokenizer, **common)
         require_positive(reply_timeout_s=reply_timeout_s)
         function = lookup("environment.options.reply", reply, {})
         options = dict(reply_options or {})

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Literal
+from typing import Any
 
 from rl_tpu.environments.calling import TimeLimitError, call, together
 from rl_tpu.environments.conversation import Conversation, Progress, Reply, require_positive
@@ -51,23 +51,10 @@ class ToolUse(Conversation):
         max_calls: int = 8,
         parallel_calls: int = 64,
         tool_role: str = "tool",
-        max_turns: int = 8,
-        max_turn_tokens: int | None = None,
-        timeout_s: float = 600.0,
-        reward_text: Literal["last_turn", "whole"] = "last_turn",
-        on_error: Literal["sample", "fail"] = "sample",
-        template: Mapping[str, Any] | None = None,
+        **common: Any,
     ) -> None:
         self.tools = make_tools(tools)
-        super().__init__(
-            tokenizer,
-            max_turns=max_turns,
-            max_turn_tokens=max_turn_tokens,
-            timeout_s=timeout_s,
-            reward_text=reward_text,
-            on_error=on_error,
-            template=template,
-        )
+        super().__init__(tokenizer, **common)
         require_positive(
             tool_timeout_s=tool_timeout_s,
             max_answer_chars=max_answer_chars,

@@ -67,14 +67,15 @@ class AgentEnvironment(Environment):
     def __init__(
         self,
         tokenizer: Any,
-        timeout_s: float,
-        max_concurrent: int,
-        on_error: Literal["sample", "fail"],
-        failure_reward: float,
-        sampling: Literal["run", "strict"],
-        host: str,
-        port: int,
-        template: Mapping[str, Any] | None,
+        *,
+        timeout_s: float = 600.0,
+        max_concurrent: int = 256,
+        on_error: Literal["sample", "fail"] = "sample",
+        failure_reward: float = 0.0,
+        sampling: Literal["run", "strict"] = "run",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        template: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(tokenizer)
         require_positive(timeout_s=timeout_s, max_concurrent=max_concurrent)
@@ -86,7 +87,6 @@ class AgentEnvironment(Environment):
         self.endpoint = Endpoint(host, port)
         self._options = dict(template or {})
         self._template = lru_cache(MAX_TEMPLATES)(self._make_template)
-        self._warned: set[str] = set()
 
     @property
     def template_options(self) -> Mapping[str, Any]:
@@ -130,7 +130,7 @@ class AgentEnvironment(Environment):
                 await session.close()
         if session.ignored:
             names = ", ".join(sorted(session.ignored))
-            self._warn_once("ignored", f"an agent asked for {names} other than the run's, which hold")
+            self.warn_once("ignored", f"an agent asked for {names} other than the run's, which hold")
         longest = session.longest()
         sample = self._recorded(longest, outcome) if longest else await _empty(prompt, params, generate, outcome)
         sample.turns[-1].reward = outcome.reward
@@ -155,9 +155,7 @@ class AgentEnvironment(Environment):
             if session.failure.done():
                 session.failure.result()
             if not work.done():
-                self._warn_once(
-                    "time", f"the agent was not done with prompt {prompt.id!r} within {self._timeout_s:g} s"
-                )
+                self.warn_once("time", f"the agent was not done with prompt {prompt.id!r} within {self._timeout_s:g} s")
                 return Outcome(self._failure_reward, end="time")
             outcome = self._outcome(work, session, prompt)
         finally:
@@ -176,7 +174,7 @@ class AgentEnvironment(Environment):
             message = f"the agent failed on prompt {prompt.id!r}: {describe(error)}"
             if self._on_error == "fail":
                 raise RunError(f"{message} (environment.options.on_error is fail)") from error
-            self._warn_once("error", message)
+            self.warn_once("error", message)
             return Outcome(self._failure_reward, end="error")
 
     def _recorded(self, longest: Node, outcome: Outcome) -> Sample:
@@ -188,11 +186,6 @@ class AgentEnvironment(Environment):
         if differs is not None:
             sample.measures["template_mismatch"] = float(differs)
         return sample
-
-    def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            log.warning("%s. Others like it are only counted.", message)
 
 
 def outcome_of(returned: Any) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from rl_tpu.environments.agent.base import AgentEnvironment
 from rl_tpu.environments.agent.command import run_command
@@ -39,16 +39,9 @@ class OpenAIAgent(AgentEnvironment):
         agent: str | None = None,
         command: list[str] | None = None,
         agent_options: dict[str, Any] | None = None,
-        timeout_s: float = 600.0,
-        max_concurrent: int = 256,
-        on_error: Literal["sample", "fail"] = "sample",
-        failure_reward: float = 0.0,
-        sampling: Literal["run", "strict"] = "run",
-        host: str = "127.0.0.1",
-        port: int = 0,
-        template: dict[str, Any] | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(tokenizer, timeout_s, max_concurrent, on_error, failure_reward, sampling, host, port, template)
+        super().__init__(tokenizer, **common)
         if (agent is None) == (command is None):
             raise UserError(
                 "give one of the options agent=package.module:function and command=[program, argument, ...]"

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -43,16 +43,9 @@ class VerifiersTasks(AgentEnvironment):
         self,
         tokenizer: Any,
         env: dict[str, Any],
-        timeout_s: float = 600.0,
-        max_concurrent: int = 256,
-        on_error: Literal["sample", "fail"] = "sample",
-        failure_reward: float = 0.0,
-        sampling: Literal["run", "strict"] = "run",
-        host: str = "127.0.0.1",
-        port: int = 0,
-        template: dict[str, Any] | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(tokenizer, timeout_s, max_concurrent, on_error, failure_reward, sampling, host, port, template)
+        super().__init__(tokenizer, **common)
         self._vf = _package()
         self._env = _load(env)
         self._unread = iter(self._env.taskset)
