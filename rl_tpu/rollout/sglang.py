@@ -69,6 +69,9 @@ class SGLangEngine:
         self._updating = asyncio.Lock()
         self._writing: set[asyncio.Future[None]] = set()
         """One for each `write` that goes on."""
+        self._admits = asyncio.Event()
+        """Not set while an update takes out what is being written: what it took out would begin again before it."""
+        self._admits.set()
         self._broken_loads: list[str] = []
         """Why each of them broke off."""
 
@@ -101,9 +104,10 @@ class SGLangEngine:
     async def write(self, drafts: Sequence[Draft]) -> None:
         broken_loads = len(self._broken_loads)
         ended = asyncio.get_running_loop().create_future()
-        self._writing.add(ended)
         try:
             async with asyncio.timeout(self._config.rollout.request_timeout_s):
+                await self._admits.wait()
+                self._writing.add(ended)
                 prompt = drafts[0].prompt_ids
                 fresh = not any(draft.response_ids for draft in drafts)
                 if fresh and len(drafts) > 1 and len(prompt) >= SHARED_PROMPT_TOKENS:
@@ -250,13 +254,16 @@ class SGLangEngine:
         Where a load broke off, samples in flight are dropped: no token may come from weights that are no policy.
         """
         mode = self._config.weight_sync.pause_mode
-        if mode == "resume":  # of what is aborted once it was retracted SGLang does not tell everything that it wrote
-            writing = set(self._writing)
-            await self.post("/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
-            if writing:  # the server only notes the request, and would retract first what it is to abort
-                await asyncio.wait(writing, timeout=ABORT_TIMEOUT_S)
         how = "in_place" if mode == "in_place" else "retract"
-        await self.post("/pause_generation", {"mode": how}, CONTROL_TIMEOUT_S)
+        try:
+            if mode == "resume":  # of what is aborted once it was retracted SGLang does not tell everything that it wrote
+                self._admits.clear()
+                await self.post("/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
+                if self._writing:  # the server only notes the request, and would retract first what it is to abort
+                    await asyncio.wait(set(self._writing), timeout=ABORT_TIMEOUT_S)
+            await self.post("/pause_generation", {"mode": how}, CONTROL_TIMEOUT_S)
+        finally:
+            self._admits.set()
         try:
             if mode == "abort":
                 await self.post("/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)

@@ -15,7 +15,8 @@ GROUP = Group(7, Prompt("p", (1,), "2"), [Sample([1], [2], [1], [-0.5], [Version
 
 
 def collector_state(consumed=0):
-    return {"stream": {}, "consumed": consumed, "next_index": 8, "ready": [GROUP], "in_flight": [(8, GROUP.prompt)]}
+    stream = {"epoch": 0, "position": consumed}
+    return {"stream": stream, "consumed": consumed, "next_index": 8, "ready": [GROUP], "in_flight": [(8, GROUP.prompt)]}
 
 
 def save(checkpoints: Checkpoints, *steps: int) -> list[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 from jobs import MARK, Job, read_rows
+
+from rl_tpu.rollout.leftovers import held_files
 
 
 def names(directory: Path, pattern: str) -> list[str]:
@@ -15,11 +18,16 @@ def names(directory: Path, pattern: str) -> list[str]:
 
 def kill_everything(job: Job) -> None:
     """As when the machine is lost: the driver, Ray, engines and trainer ranks at once, without a word."""
-    for process in psutil.process_iter(["environ"]):
+    everything = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(MARK) == job.mark]
+    files = set()
+    for group in {os.getpgid(process.pid) for process in everything}:
+        files |= held_files(group)
+    for process in everything:
         with suppress(psutil.NoSuchProcess):
-            if (process.info["environ"] or {}).get(MARK) == job.mark:
-                process.kill()
+            process.kill()
     job.process.wait()
+    for file in files:  # nobody else is left to remove them, and jobs of other tests look for what was left behind
+        Path(file).unlink(missing_ok=True)
 
 
 def test_killed_in_the_middle_of_a_checkpoint(start_job, tmp_path):
