@@ -145,9 +145,9 @@ async def rounds_of(config: RunConfig, inputs: Inputs, directory: Path, options:
         requests, vocabulary = Requests(engine), vocabulary_size(inputs.model_dir)
         answers = Answers(config, inputs.environment, fleet, rewards)
         timeout = aiohttp.ClientTimeout(total=config.rollout.request_timeout_s)
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        )
+        # The server closes connections that nothing used for 5 s, which are not to be used again just then.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
 
         async def timed(work: Callable[[], Awaitable[int]]) -> dict[str, float]:
             async with session.post(f"{engine.url}/flush_cache") as response:

@@ -10,6 +10,7 @@ is dropped, or it trains later all the same.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -210,8 +211,11 @@ class Collector:
         for number, sample in enumerate(group.samples):
             sample.id = f"{drawn.index}-{number}"
         keep = not (self._drop_uniform and is_uniform(group.rewards))
-        (self._ready if keep else self._uniform).append(_Ready(group, drawn, time.monotonic()))
-        self._ready.sort(key=lambda one: (one.oldest_version, one.group.index))
+        one = _Ready(group, drawn, time.monotonic())
+        if keep:
+            bisect.insort(self._ready, one, key=lambda one: (one.oldest_version, one.group.index))
+        else:
+            self._uniform.append(one)
         self._draw()
 
     def _drop_stale(self, version: int) -> None:

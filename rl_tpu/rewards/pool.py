@@ -2,7 +2,7 @@
 
 One thread of the driver serves one worker: it sends a job, waits for the reply no longer than the deadline, and replaces a
 worker that is late or dead. So a job is charged only with what it did itself: waiting in the queue is free, and the death
-of an idle worker costs nothing.
+of an idle worker costs nothing. Quick jobs are handed over several at a time; they are done and charged one by one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,6 +25,10 @@ WORKER_START_S = 120.0
 """Longest wait for a new worker to import the reward functions, on a busy machine."""
 HANG_UP_S = 5.0
 HANDOVERS = 4
+HANDFUL_S = 0.005
+"""Jobs that are handed over together should take so long at most: beside that a message to the worker costs nothing."""
+
+Item = tuple[Job, "Future[list[Score]]"]
 
 
 class WorkerDied(Exception):
@@ -40,7 +45,7 @@ class WorkerPool:
     def __init__(self, workers: int, timeout_s: float, setup: Setup) -> None:
         self._timeout_s = timeout_s
         self._setup = setup
-        self._queue: deque[tuple[Job, Future[list[Score]]]] = deque()
+        self._queue: deque[Item] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._running: set[_Worker] = set()
@@ -67,22 +72,20 @@ class WorkerPool:
                 worker.kill()
         for thread in self._threads:
             thread.join()
-        for _, future in self._queue:
-            _settle(future, RunError("the reward service is closed"))
+        for item in self._queue:
+            self._settle(item, None)
         self._queue.clear()
 
     def _serve(self) -> None:
         """A thread's life. The worker dies with it: `_die_with_driver` is about the thread that started the process."""
-        worker = None
+        worker, job_s = None, HANDFUL_S
         with suppress(RunError):  # it is tried again with the first job, which hears of it
             worker = self._launch()
-        while (item := self._next()) is not None:
-            job, future = item
-            if future.cancelled():
-                continue
+        while items := self._next(int(HANDFUL_S / job_s)):
+            began, number = time.monotonic(), len(items)
             try:
                 for _ in range(HANDOVERS):
-                    if worker is not None and worker.takes(job):
+                    if worker is not None and worker.takes([job for job, _ in items]):
                         break
                     self._retire(worker)
                     worker = None
@@ -91,19 +94,46 @@ class WorkerPool:
                     raise RunError(
                         f"{HANDOVERS} reward workers died of a job before they had it; their output is above"
                     )
-                outcome = worker.receive(self._timeout_s)
+                while items:
+                    self._settle(items[0], worker.receive(self._timeout_s))
+                    del items[0]
+                job_s = (time.monotonic() - began) / number
+                continue
             except (TimeoutError, WorkerDied) as failure:
                 self._retire(worker)
                 worker, outcome = None, failure
             except Exception as failure:  # no worker came up, or the job cannot be pickled
                 outcome = failure
-            _settle(future, RunError("the reward service is closed") if self._closed else outcome)
+            job_s = HANDFUL_S
+            self._settle(items[0], outcome)
+            with self._changed:
+                self._queue.extendleft(reversed(items[1:]))
+                self._changed.notify_all()
         self._retire(worker)
 
-    def _next(self) -> tuple[Job, Future[list[Score]]] | None:
+    def _next(self, most: int) -> list[Item]:
+        """The next jobs, which leave as many to each of the other workers; none once the pool is closed."""
+        items: list[Item] = []
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closed)
-            return None if self._closed else self._queue.popleft()
+            while not items:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    break
+                number = max(1, min(most, len(self._queue) // len(self._threads)))
+                items = [self._queue.popleft() for _ in range(number)]
+                items = [(job, future) for job, future in items if not future.cancelled()]
+        return items
+
+    def _settle(self, item: Item, outcome: object) -> None:
+        future = item[1]
+        if not future.set_running_or_notify_cancel():
+            return
+        if self._closed:
+            outcome = RunError("the reward service is closed")
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
 
     def _launch(self) -> _Worker:
         with self._changed:
@@ -143,10 +173,10 @@ class _Worker:
         self.connection.send(setup)
         self.receive(WORKER_START_S)
 
-    def takes(self, job: Job) -> bool:
-        """Hand over a job; False if the worker died before it had it."""
+    def takes(self, jobs: list[Job]) -> bool:
+        """Hand over jobs; False if the worker died before it had them. Then `receive` brings the scores of each in turn."""
         try:
-            self.connection.send(job)
+            self.connection.send(jobs)
             self.receive(WORKER_START_S)
         except (ConnectionError, TimeoutError, WorkerDied):
             return False
@@ -173,12 +203,3 @@ class _Worker:
         self.kill()
         self.process.wait()
         self.connection.close()
-
-
-def _settle(future: Future, outcome: object) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

@@ -1,7 +1,7 @@
 """Inside a reward worker process: load the functions once, then do one job after the other.
 
 A process runs `main` on a socket to the driver (`rl_tpu.rewards.pool`): a `Setup` comes in, `READY` goes out; then for every
-`Job` first `READY`, so that the driver knows who has it, and then its list of `Score`.
+list of `Job` first `READY`, so that the driver knows who has them, and then a list of `Score` for each.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ def main(descriptor: int) -> None:
     driver.send(READY)
     while True:
         try:
-            job: Job = driver.recv()
+            jobs: list[Job] = driver.recv()
         except EOFError:
             return
         driver.send(READY)
-        scores = _do(job, setup.terms, loaded)
-        if os.getpid() != process:  # a function forked, and its copy came back too: one of them answers
-            os._exit(0)
-        driver.send(scores)
+        for job in jobs:
+            scores = _do(job, setup.terms, loaded)
+            if os.getpid() != process:  # a function forked, and its copy came back too: one of them answers
+                os._exit(0)
+            driver.send(scores)
 
 
 def _load(term: Term) -> RewardFunction | str:

@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
+import orjson
 
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.drafts import Draft
 from rl_tpu.types import SUPPORT_TOKENS, SamplingParams, VersionSpan
 
 STREAM_TOKENS = 64
-"""An engine sends what it wrote every so many tokens: so many of a sample are lost at most where it is killed."""
+"""An engine sends what it wrote every so many tokens: so many of a sample are lost at most where it is killed. Samples that
+can't be longer come together once the last has ended, which costs less time."""
 
 
 def request_body(drafts: Sequence[Draft], vocabulary: int, seeded: bool) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def request_body(drafts: Sequence[Draft], vocabulary: int, seeded: bool) -> dict
         "input_ids": [prompt_ids for prompt_ids, _ in asked],
         "sampling_params": [_sampling(params, vocabulary) for _, params in asked],
         "return_logprob": True,
-        "stream": True,
+        "stream": any(params.max_response_tokens > STREAM_TOKENS for _, params in asked),
         **({"return_sampling_mask": True} if truncated else {}),
     }
 
@@ -67,15 +69,19 @@ def is_truncated(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
 
 
-async def events(stream: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """The elements of a streamed answer (server-sent events)."""
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The elements of a streamed answer (server-sent events), or those of a list that comes whole."""
+    if response.content_type == "application/json":
+        for index, sample in enumerate(orjson.loads(await response.read())):
+            yield {**sample, "index": index}
+        return
     pending = b""
-    async for received in stream.iter_any():
+    async for received in response.content.iter_any():
         *whole, pending = (pending + received).split(b"\n\n")
         for event in whole:
             text = event.removeprefix(b"data: ")
             if text != b"[DONE]":
-                yield json.loads(text)
+                yield orjson.loads(text)
 
 
 def read_event(event: dict[str, Any], draft: Draft, received: int) -> int:

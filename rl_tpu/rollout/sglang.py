@@ -293,7 +293,7 @@ class SGLangEngine:
             async with self._http().post(self.url + path, json=body, timeout=NO_TIMEOUT) as response:
                 if response.status != 200:
                     parse_json(self.name, path, response.status, await response.text())
-                async for event in events(response.content):
+                async for event in events(response):
                     if "error" in event:
                         parse_json(self.name, path, 400, json.dumps(event))
                     index = event.get("index", 0)
