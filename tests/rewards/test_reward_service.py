@@ -104,6 +104,30 @@ def test_many_crashes_and_hangs_in_a_row(service):
     assert (stats.crashes, stats.timeouts) == (4, 4)
 
 
+def test_what_is_handed_over_with_a_bad_one_is_scored(service):
+    """Quick jobs go to a worker several at a time: each is still charged with what it did itself."""
+    score(service, *["0"] * 40)
+    texts = [str(number) for number in range(60)]
+    texts[10], texts[30] = "exit", "hang"
+    samples, stats = score(service, *texts)
+    assert [sample.reward for sample in samples] == [-1.0 if i in (10, 30) else float(i) for i in range(60)]
+    assert (stats.scored, stats.crashes, stats.timeouts) == (60, 1, 1)
+
+
+def test_nobody_scores_what_was_given_up(service, tmp_path):
+    async def give_up_while_it_waits():
+        hanging = asyncio.create_task(service.score(PROMPT, samples_of("hang", "hang")))
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(service.score(PROMPT, samples_of(f"hang in a child {tmp_path / 'pid'}")))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        await hanging
+
+    asyncio.run(give_up_while_it_waits())
+    assert score(service, "1")[0][0].reward == 1.0
+    assert not (tmp_path / "pid").exists()
+
+
 def test_killed_idle_worker_costs_nothing(service):
     score(service, "0", "0")
     for worker in workers():
