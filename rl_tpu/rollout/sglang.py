@@ -256,9 +256,7 @@ class SGLangEngine:
         mode = self._config.weight_sync.pause_mode
         how = "in_place" if mode == "in_place" else "retract"
         try:
-            if (
-                mode == "resume"
-            ):  # of what is aborted once it was retracted SGLang does not tell everything that it wrote
+            if mode == "resume":  # before it pauses: of what is aborted once it was retracted SGLang does not tell all
                 self._admits.clear()
                 await self.post("/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
                 if self._writing:  # the server only notes the request, and would retract first what it is to abort
