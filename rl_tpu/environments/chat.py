@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -54,6 +55,17 @@ class Chat:
         first = next((i for i in ids if self.tokenizer.decode([i]).strip()), None)
         ends = {self.tokenizer.eos_token_id, first if first in self.tokenizer.all_special_ids else None}
         return frozenset(ends - {None})
+
+    def defused(self, text: str) -> str:
+        """The text with a space in every special token of the tokenizer, which would begin or end turns where it is read."""
+        return self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        tokens = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
+        longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def _after_turn(self, messages: str) -> tuple[str, tuple[int, ...]]:
         _, found, after = self._split(json.loads(messages), generation_prompt=True)

@@ -95,10 +95,10 @@ class ToolUse(Conversation):
                 raise ToolError(each.error)
             if index >= self.max_calls:
                 raise ToolError(f"at most {self.max_calls} calls in one turn are answered")
-            return self._shorten(await self._call(each.name, each.arguments, count))
+            return self._readable(await self._call(each.name, each.arguments, count))
         except ToolError as error:
             count["tool_errors"] += 1
-            return self._shorten(f"Error: {error}")
+            return self._readable(f"Error: {error}")
 
     async def _call(self, name: str, arguments: dict[str, Any], count: dict[str, float]) -> str:
         if name not in self.tools:
@@ -128,14 +128,14 @@ class ToolUse(Conversation):
             finally:
                 count["tool_seconds"] += clock() - start
 
-    def _shorten(self, answer: str) -> str:
+    def _readable(self, answer: str) -> str:
         # JSON may hold half of a surrogate pair, which no tokenizer takes.
         answer = answer.encode("utf-8", "replace").decode()
         left_out = len(answer) - self.max_answer_chars
-        if left_out <= 0:
-            return answer
-        half = self.max_answer_chars // 2
-        return f"{answer[:half]}\n... {left_out} characters left out ...\n{answer[len(answer) - half :]}"
+        if left_out > 0:
+            half = self.max_answer_chars // 2
+            answer = f"{answer[:half]}\n... {left_out} characters left out ...\n{answer[len(answer) - half :]}"
+        return self.chat.defused(answer)
 
     def _check_template(self) -> None:
         """Raise UserError if answers of tools would not reach the policy; say so if the tools' descriptions do not."""

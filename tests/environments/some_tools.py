@@ -19,6 +19,15 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def echo(text: str) -> str:
+    """Say it again.
+
+    Args:
+        text: what
+    """
+    return text
+
+
 def untyped(a):
     """Adds."""
     return a
