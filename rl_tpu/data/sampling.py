@@ -26,7 +26,7 @@ class _Overrides(BaseModel):
     top_k: Literal[-1] | Annotated[int, Field(ge=1)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    seed: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
 
 
 def row_sampling(value: Any, field: str, where: str) -> dict[str, Any]:

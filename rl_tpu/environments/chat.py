@@ -58,7 +58,7 @@ class Chat:
 
     def defused(self, text: str) -> str:
         """The text with a space in every special token of the tokenizer, which would begin or end turns where it is read."""
-        return self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+        return self._special.sub(lambda match: " ".join(_halves(match[0])), text)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -79,3 +79,7 @@ class Chat:
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _halves(text: str) -> tuple[str, str]:
+    return text[: len(text) // 2], text[len(text) // 2 :]

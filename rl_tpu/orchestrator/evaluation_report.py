@@ -71,6 +71,10 @@ def read_report(path: Path) -> Report:
     missing = [key for key in KEYS if not isinstance(report, dict) or key not in report]
     if missing:
         raise UserError(f"compare={path} is no evaluation.json of this program: it has no {', '.join(missing)}")
+    settings, scores = report["settings"], report["scores"]
+    whole = isinstance(settings, dict) and isinstance(scores, dict) and settings.keys() == scores.keys()
+    if not whole or not all(isinstance(each, dict) and each for each in (*settings.values(), *scores.values())):
+        raise UserError(f"compare={path} is not whole: it should have the settings and the scores of the same sets")
     return report
 
 

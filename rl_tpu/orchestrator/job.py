@@ -29,6 +29,7 @@ from rl_tpu.orchestrator.replay import Replay, check_steps
 from rl_tpu.orchestrator.state import Checkpoints, load_state
 from rl_tpu.rewards import RewardService
 from rl_tpu.rollout.fleet import Fleet
+from rl_tpu.rollout.sglang import vocabulary_size
 from rl_tpu.tracking import RunDirectory, Tracker
 from rl_tpu.trainer import program_cache
 from rl_tpu.trainer.group import TrainerGroup
@@ -109,7 +110,7 @@ def choose_directory(config: RunConfig) -> tuple[RunDirectory, Path | None]:
         return directory, Checkpoints(directory.checkpoints, config.trainer.checkpoint.keep).newest()
     if directory.holds_a_run and not config.dry_run:
         raise UserError(
-            f"run_dir {directory.path} already holds a run: continue it with resume=auto or choose another run_dir"
+            f"run_dir {directory.path} already holds a run: choose another run_dir, or continue the run with resume=auto"
         )
     return directory, None
 
@@ -165,7 +166,8 @@ async def _run(
         try:
             for place, prompts in inputs.found.items():
                 tracker.message(f"{place}: {prompts}")
-            tracker.message(f"run directory {directory.path}; starting the trainer and the engines ...")
+            parts = "the trainer" if config.replay else "the trainer and the engines"
+            tracker.message(f"run directory {directory.path}; starting {parts} ...")
             rewards = RewardService(config.reward)
             stack.callback(rewards.close)
             if not config.replay:
@@ -181,7 +183,7 @@ async def _run(
                 answers = Answers(config, inputs.environment, fleet, rewards)
                 source = Collector(config, open_stream(inputs.train, config.data, config.seed), answers)
             else:
-                source = Replay(config, steps)
+                source = Replay(config, steps, vocabulary_size(inputs.model_dir))
             run = Run(
                 config=config,
                 trainer=trainer,

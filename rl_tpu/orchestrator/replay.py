@@ -25,10 +25,11 @@ class Replay:
     Rewards are taken as they are, but for what `config.algorithm` had added to them: that is computed anew.
     """
 
-    def __init__(self, config: RunConfig, files: list[Path]) -> None:
-        """``files`` as `check_steps` returns them."""
+    def __init__(self, config: RunConfig, files: list[Path], vocabulary: int) -> None:
+        """``files`` as `check_steps` returns them, token ids below ``vocabulary``."""
         self._per_step = config.rollout.prompts_per_step
         self._files = files
+        self._vocabulary = vocabulary
         self._next = 0
         self.metrics: dict[str, float] = {}
 
@@ -36,11 +37,20 @@ class Replay:
         """Nothing is to be drawn."""
 
     async def batch(self, version: int) -> list[Group]:
-        """The groups of the next step; none if there is no further one."""
+        """The groups of the next step; none if there is no further one. Raises UserError for another model's."""
         if self._next >= len(self._files):
             return []
+        file = self._files[self._next]
         self._next += 1
-        return read_groups(self._files[self._next - 1])
+        groups = read_groups(file)
+        samples = [sample for group in groups for sample in group.samples]
+        largest = max(id for sample in samples for id in (*sample.prompt_ids, *sample.response_ids))
+        if largest >= self._vocabulary:
+            raise UserError(
+                f"replay: {file} has the token id {largest}, the model's vocabulary has {self._vocabulary} tokens: replay"
+                " with the model of the run that wrote it"
+            )
+        return groups
 
     def state(self) -> dict[str, Any]:
         """As the collector's, with nothing ready and nothing in flight."""
@@ -79,13 +89,13 @@ def check_steps(config: RunConfig, run_dir: Path) -> list[Path]:
 def read_groups(file: Path) -> list[Group]:
     """The groups of one step, in their order. Raises UserError that names the line."""
     groups: dict[int, Group] = {}
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
                 group = groups.setdefault(row["group"], Group(row["group"], _prompt(row), []))
                 group.samples.append(_sample(row))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     f"replay: {file}, line {number} is no sample ({type(error).__name__}: {error})"
                 ) from None

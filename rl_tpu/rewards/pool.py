@@ -102,12 +102,13 @@ class WorkerPool:
             except (TimeoutError, WorkerDied) as failure:
                 self._retire(worker)
                 worker, outcome = None, failure
-            except Exception as failure:  # no worker came up, or the job cannot be pickled
-                outcome = failure
+            except Exception as failure:  # no worker came up, or a job cannot be pickled: which, is told by it alone
+                outcome = failure if number == 1 else None
             job_s = HANDFUL_S
-            self._settle(items[0], outcome)
+            if outcome is not None:
+                self._settle(items.pop(0), outcome)
             with self._changed:
-                self._queue.extendleft(reversed(items[1:]))
+                self._queue.extendleft(reversed(items))
                 self._changed.notify_all()
         self._retire(worker)
 

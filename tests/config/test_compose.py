@@ -32,6 +32,7 @@ def test_every_value_of_a_sweep_is_checked():
         (["+trainer.optimiser.learning_rate=1"], ["trainer.optimiser", "did you mean 'trainer.optimizer'"]),
         (["sead=1"], ["'sead'", "did you mean 'seed'"]),
         (["+evaluation.sets.held_out.temprature=1"], ["evaluation.sets.held_out.temprature", "temperature"]),
+        (["seed=4294967296"], ["seed=4294967296", "less than 4294967296"]),
         (["rollout.temperature=0"], ["rollout.temperature=0", "greater than 0"]),
         (["rollout.samples_per_prompt=0"], ["rollout.samples_per_prompt=0", "greater than or equal to 1"]),
         (["rollout.samples_per_prompt=1"], ["samples_per_prompt 1 leaves nothing to compare", "batch_mean"]),

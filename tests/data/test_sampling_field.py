@@ -44,6 +44,7 @@ def test_each_row_has_its_own(tmp_path, byte_tokenizer):
             "rows.jsonl:2: sampling.max_response_tokens: .*greater than or equal to 1, it is 0",
         ),
         ({"top_p": "high"}, "rows.jsonl:2: sampling.top_p: .*it is 'high'"),
+        ({"seed": 2**70}, "rows.jsonl:2: sampling.seed: Input should be less than 4294967296"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_row(tmp_path, byte_tokenizer, value, message):

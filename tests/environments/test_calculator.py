@@ -97,6 +97,7 @@ def test_what_would_never_end_ends_at_once(expression):
         "1 if 1 else 2",
         "[1, 2]",
         "1, 2",
+        "3,1415",
         "2 +",
         "1j",
         "True",

@@ -56,6 +56,8 @@ def test_a_program_is_answered_like_a_cell_of_a_notebook(program, text):
         ("import sys\nsys.exit('no use')", "no use\nThe program ended with exit code 1."),
         ("import os\nprint('before')\nos._exit(7)", "before\nThe program ended with exit code 7."),
         ("import os\nos.kill(os.getpid(), 9)", "The program was ended by SIGKILL."),
+        ("import os\nos.kill(os.getpid(), 40)", "The program was ended by signal 40."),
+        ("print(1)\nexit(3)", "1\nThe program ended with exit code 3."),
         ("import ctypes\nctypes.string_at(0)", "The program was ended by SIGSEGV."),
         ("import os\nos.abort()", "The program was ended by SIGABRT."),
         ("def f():\n    f()\nf()", "RecursionError: maximum recursion depth exceeded (line 2)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import shutil
@@ -11,7 +12,7 @@ from jobs import read_rows
 
 from rl_tpu.config.compose import load_config
 from rl_tpu.errors import UserError
-from rl_tpu.orchestrator.replay import check_steps, read_groups
+from rl_tpu.orchestrator.replay import Replay, check_steps, read_groups
 
 LEARNT = ("train/loss", "train/grad_norm", "train/entropy", "train/ratio_mean", "reward/mean", "reward/overlong_mean")
 
@@ -116,6 +117,15 @@ def test_numbers_that_json_cannot_hold_are_not_numbers(dump):
     assert all(math.isnan(sample.logprobs[0]) and math.isnan(sample.reward) for sample in group.samples)
 
 
+def test_samples_of_another_model_are_refused(dump):
+    files = check_steps(config(dump), dump.parent / "new")
+    [group] = read_groups(files[0])
+    largest = max(*group.prompt.ids, *group.samples[0].response_ids)
+    assert len(asyncio.run(Replay(config(dump), files, largest + 1).batch(0))) == 1
+    with pytest.raises(UserError, match=rf"step-000000.jsonl has the token id {largest}, the model's vocabulary has"):
+        asyncio.run(Replay(config(dump), files, largest).batch(0))
+
+
 def test_a_dump_that_does_not_fit_is_refused_before_anything_starts(dump):
     with pytest.raises(UserError, match=r"replay=.*there is no .*step-000000.jsonl; name a run directory"):
         check_steps(config(dump.parent / "elsewhere" / "samples"), dump.parent / "new")
@@ -139,6 +149,12 @@ def test_a_dump_that_does_not_fit_is_refused_before_anything_starts(dump):
             check_steps(config(dump), dump.parent / "new")
     last.write_text('{"group": 0}\n{"group"')
     with pytest.raises(UserError, match=r"step-000001.jsonl, line 1 is no sample \(KeyError: 'prompt_id'\)"):
+        check_steps(config(dump), dump.parent / "new")
+    last.write_bytes('"é'.encode()[:-1])
+    with pytest.raises(UserError, match=r"step-000001.jsonl, line 1 is no sample \(UnicodeDecodeError"):
+        check_steps(config(dump), dump.parent / "new")
+    last.write_text(json.dumps({**json.loads(text.splitlines()[0]), "reward_parts": None}))
+    with pytest.raises(UserError, match=r"step-000001.jsonl, line 1 is no sample \(AttributeError"):
         check_steps(config(dump), dump.parent / "new")
     shutil.move(last, dump / "step-000003.jsonl")
     with pytest.raises(UserError, match=r"step 1 is missing, the next one there is step-000003.jsonl"):

@@ -16,6 +16,10 @@ import pytest
 from rl_tpu.config.schema import RewardConfig
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rewards import RewardService
+from rl_tpu.rewards.plan import make_plan
+from rl_tpu.rewards.pool import WorkerPool
+from rl_tpu.rewards.registry import Response
+from rl_tpu.rewards.worker import Job, Setup
 from rl_tpu.types import Prompt, Sample
 
 HERE = Path(__file__).parent
@@ -112,6 +116,24 @@ def test_what_is_handed_over_with_a_bad_one_is_scored(service):
     samples, stats = score(service, *texts)
     assert [sample.reward for sample in samples] == [-1.0 if i in (10, 30) else float(i) for i in range(60)]
     assert (stats.scored, stats.crashes, stats.timeouts) == (60, 1, 1)
+
+
+def test_only_what_cannot_be_handed_over_ends_the_run():
+    """Found out by handing over one at a time what could not go together."""
+    pool = WorkerPool(1, 1.0, Setup(make_plan(RewardConfig(name="faulty_rewards:by_text")).terms, None, os.getpid()))
+
+    def submit(number, prompt):
+        return pool.submit(Job((0,), [Response(str(number), 1, "stop")], prompt))
+
+    try:
+        for warm in [submit(0, PROMPT) for _ in range(40)]:
+            warm.result(60)
+        bad = Prompt("bad", (1,), [1], metadata={"k": lambda: None})
+        futures = [submit(number, bad if number == 20 else PROMPT) for number in range(40)]
+        failed = [number for number, future in enumerate(futures) if future.exception(60)]
+    finally:
+        pool.close()
+    assert failed == [20]
 
 
 def test_nobody_scores_what_was_given_up(service, tmp_path):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rl_tpu.config.schema.base import Count, NonNegative, Positive, Section
+from rl_tpu.config.schema.base import Count, NonNegative, Positive, Section, Seed
 from rl_tpu.config.schema.data import PromptSourceConfig
 
 
@@ -27,7 +27,7 @@ class EvalSetConfig(Section):
     """Sample among the tokens that are at least this share as likely as the likeliest; 0 for all."""
     stop_token_ids: list[Count] = Field(default_factory=list)
     """Tokens that end an answer, besides the model's own end tokens."""
-    seed: Count | None = None
+    seed: Seed | None = None
     """Seed of the first prompt's first answer, the others' follow from it; null takes the run's. Two evaluations with one
     seed differ by their policies alone where the engine is deterministic."""
     max_response_tokens: Positive | None = None

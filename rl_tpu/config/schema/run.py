@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
 from rl_tpu.config.schema.algorithm import AlgorithmConfig
-from rl_tpu.config.schema.base import Section
+from rl_tpu.config.schema.base import Section, Seed
 from rl_tpu.config.schema.cluster import ClusterConfig
 from rl_tpu.config.schema.data import DataConfig, PromptSourceConfig
 from rl_tpu.config.schema.environment import EnvironmentConfig
@@ -35,7 +31,7 @@ class RunConfig(Section):
 
     name: str
     """Name of the run; its directories are grouped under it."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Seed of the data order, of sampling and of initialisation."""
     run_dir: str | None = None
     """Directory of the run; null makes runs/NAME/TIME."""

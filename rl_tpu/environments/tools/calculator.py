@@ -57,7 +57,7 @@ def calculate(expression: str) -> str:
     """The value as text. Raises ToolError."""
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression is longer than {MAX_CHARACTERS} characters")
-    text = re.sub(r"(?<=\d),(?=\d{3})", "", expression.translate(_NOT_ASCII)).strip().removesuffix("=").strip()
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression.translate(_NOT_ASCII)).strip().removesuffix("=").strip()
     try:
         return _written(_value(ast.parse(text, mode="eval").body, text))
     except ZeroDivisionError:

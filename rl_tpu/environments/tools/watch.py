@@ -136,7 +136,9 @@ def _ending(process: subprocess.Popen) -> tuple[bool, str]:
     """Whether it failed, and how it ended if it did not say that itself. It is left to be collected."""
     ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if ended.si_code != os.CLD_EXITED:
-        return True, f"The program was ended by {signal.Signals(ended.si_status).name}."
+        named = ended.si_status in set(signal.Signals)  # most real-time signals have no name
+        by = signal.Signals(ended.si_status).name if named else f"signal {ended.si_status}"
+        return True, f"The program was ended by {by}."
     if ended.si_status in (0, SAID_WHY):
         return ended.si_status != 0, ""
     return True, f"The program ended with exit code {ended.si_status}."

@@ -8,6 +8,7 @@ output first one line, `READY` or what the kernel lacks, then whatever the progr
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import json
 import os
@@ -50,7 +51,8 @@ def run(code: str) -> None:
     """Execute the program; if its last statement is an expression, print its value unless that is None."""
     tree = ast.parse(code, NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    names = {"__name__": "__main__", "__builtins__": __builtins__}
+    builtins.exit = builtins.quit = sys.exit  # which the module `site` makes elsewhere
+    names = {"__name__": "__main__", "__builtins__": builtins}
     exec(compile(tree, NAME, "exec"), names)
     if last is not None:
         value = eval(compile(ast.Expression(last.value), NAME, "eval"), names)
