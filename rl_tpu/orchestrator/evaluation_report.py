@@ -21,13 +21,14 @@ from rl_tpu.tracking.sample_dump import sample_rows
 from rl_tpu.types import Prompt
 
 KEYS = ("model", "settings", "evaluation", "scores")
+_SET = "evaluation.sets."
 FILE = "evaluation.json"
 
 
 def comparable_settings(config: RunConfig, sets: list[EvalSet]) -> dict[str, dict[str, Any]]:
     """What two evaluations must share to be compared: per set its sampling and a digest of its prompts; environment and
     reward."""
-    found = {f"evaluation.sets.{chosen.name}": _set_settings(config, chosen) for chosen in sets}
+    found = {_SET + chosen.name: _set_settings(config, chosen) for chosen in sets}
     reward = config.reward.model_dump(mode="json", exclude={"workers", "worker_memory_gb"})
     return found | {"environment": config.environment.model_dump(mode="json"), "reward": reward}
 
@@ -72,7 +73,8 @@ def read_report(path: Path) -> Report:
     if missing:
         raise UserError(f"compare={path} is no evaluation.json of this program: it has no {', '.join(missing)}")
     settings, scores = report["settings"], report["scores"]
-    whole = isinstance(settings, dict) and isinstance(scores, dict) and settings.keys() == scores.keys()
+    whole = isinstance(settings, dict) and isinstance(scores, dict)
+    whole = whole and {name for name in settings if name.startswith(_SET)} == {_SET + name for name in scores}
     if not whole or not all(isinstance(each, dict) and each for each in (*settings.values(), *scores.values())):
         raise UserError(f"compare={path} is not whole: it should have the settings and the scores of the same sets")
     return report

@@ -144,7 +144,10 @@ def test_wrong_arguments(arguments, words):
         ("{half", "cannot be read"),
         ("[]", "is no evaluation.json of this program: it has no model, settings, evaluation, scores"),
         ('{"model": "a", "evaluation": {}}', "it has no settings, scores"),
-        ('{"model": "", "evaluation": {}, "settings": {"s": {"n": 1}}, "scores": {"s": {}}}', "is not whole"),
+        (
+            '{"model": "", "evaluation": {}, "settings": {"evaluation.sets.s": {"n": 1}}, "scores": {"s": {}}}',
+            "is not whole",
+        ),
         ('{"model": "", "evaluation": {}, "settings": 3, "scores": 3}', "is not whole"),
     ],
 )
