@@ -42,7 +42,7 @@ from rl_tpu.rewards import RewardService  # noqa: E402
 from rl_tpu.rollout.drafts import Draft  # noqa: E402
 from rl_tpu.rollout.fleet import Fleet  # noqa: E402
 from rl_tpu.rollout.responses import request_body  # noqa: E402
-from rl_tpu.rollout.sglang import SGLangEngine, vocabulary_size  # noqa: E402
+from rl_tpu.rollout.sglang import KEEP_ALIVE_S, SGLangEngine, vocabulary_size  # noqa: E402
 
 AT_LEAST = 0.95
 """Of the bare server's tokens per second."""
@@ -145,8 +145,7 @@ async def rounds_of(config: RunConfig, inputs: Inputs, directory: Path, options:
         requests, vocabulary = Requests(engine), vocabulary_size(inputs.model_dir)
         answers = Answers(config, inputs.environment, fleet, rewards)
         timeout = aiohttp.ClientTimeout(total=config.rollout.request_timeout_s)
-        # The server closes connections that nothing used for 5 s, which are not to be used again just then.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
 
         async def timed(work: Callable[[], Awaitable[int]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rl_tpu.config.schema.base import Count, NonNegative, Positive, Seed
 from rl_tpu.errors import UserError
 from rl_tpu.registry import nearest
 from rl_tpu.types import Prompt
@@ -20,13 +21,13 @@ class _Overrides(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    max_response_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    max_response_tokens: Positive | None = None
+    temperature: NonNegative | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Literal[-1] | Annotated[int, Field(ge=1)] | None = None
+    top_k: Literal[-1] | Positive | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    stop_token_ids: list[Count] | None = None
+    seed: Seed | None = None
 
 
 def row_sampling(value: Any, field: str, where: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
+from multiprocessing.reduction import ForkingPickler
 
 from rl_tpu.errors import RunError
 from rl_tpu.rewards.worker import Job, Score, Setup
@@ -84,33 +85,32 @@ class WorkerPool:
         while items := self._next(int(HANDFUL_S / job_s)):
             began, number = time.monotonic(), len(items)
             try:
-                for _ in range(HANDOVERS):
-                    if worker is not None and worker.takes([job for job, _ in items]):
-                        break
-                    self._retire(worker)
-                    worker = None
-                    worker = self._launch()
-                else:
-                    raise RunError(
-                        f"{HANDOVERS} reward workers died of a job before they had it; their output is above"
-                    )
+                handful = ForkingPickler.dumps([job for job, _ in items])
+                idle, worker = worker, None
+                worker = self._hand_over(handful, idle)
                 while items:
                     self._settle(items[0], worker.receive(self._timeout_s))
                     del items[0]
-                job_s = (time.monotonic() - began) / number
-                continue
             except (TimeoutError, WorkerDied) as failure:
                 self._retire(worker)
-                worker, outcome = None, failure
-            except Exception as failure:  # no worker came up, or a job cannot be pickled: which, is told by it alone
-                outcome = failure if number == 1 else None
-            job_s = HANDFUL_S
-            if outcome is not None:
-                self._settle(items.pop(0), outcome)
-            with self._changed:
-                self._queue.extendleft(reversed(items))
-                self._changed.notify_all()
+                worker = None
+                self._settle(items.pop(0), failure)
+            except Exception as failure:  # a job that cannot be pickled or unpickled: which, is told by it alone
+                if number == 1:
+                    self._settle(items.pop(0), failure)
+            job_s = HANDFUL_S if items else (time.monotonic() - began) / number
+            self._give_back(items)
         self._retire(worker)
+
+    def _hand_over(self, handful: memoryview, worker: _Worker | None) -> _Worker:
+        """The worker that has the jobs: the given one, or a new one if that is gone. Raises RunError."""
+        for _ in range(HANDOVERS):
+            worker = worker or self._launch()
+            if worker.takes(handful):
+                return worker
+            self._retire(worker)
+            worker = None
+        raise RunError(f"{HANDOVERS} reward workers died of a job before they had it; their output is above")
 
     def _next(self, most: int) -> list[Item]:
         """The next jobs, which leave as many to each of the other workers; none once the pool is closed."""
@@ -124,6 +124,12 @@ class WorkerPool:
                 items = [self._queue.popleft() for _ in range(number)]
                 items = [(job, future) for job, future in items if not future.cancelled()]
         return items
+
+    def _give_back(self, items: list[Item]) -> None:
+        """They are the next ones again."""
+        with self._changed:
+            self._queue.extendleft(reversed(items))
+            self._changed.notify_all()
 
     def _settle(self, item: Item, outcome: object) -> None:
         future = item[1]
@@ -174,10 +180,10 @@ class _Worker:
         self.connection.send(setup)
         self.receive(WORKER_START_S)
 
-    def takes(self, jobs: list[Job]) -> bool:
-        """Hand over jobs; False if the worker died before it had them. Then `receive` brings the scores of each in turn."""
+    def takes(self, handful: memoryview) -> bool:
+        """Hand over pickled jobs; False if it died before it had them. Then `receive` brings the scores of each in turn."""
         try:
-            self.connection.send(jobs)
+            self.connection.send_bytes(handful)
             self.receive(WORKER_START_S)
         except (ConnectionError, TimeoutError, WorkerDied):
             return False

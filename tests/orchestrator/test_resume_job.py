@@ -20,8 +20,9 @@ def kill_everything(job: Job) -> None:
     """As when the machine is lost: the driver, Ray, engines and trainer ranks at once, without a word."""
     everything = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(MARK) == job.mark]
     files = set()
-    for group in {os.getpgid(process.pid) for process in everything}:
-        files |= held_files(group)
+    for process in everything:
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            files |= held_files(os.getpgid(process.pid))
     for process in everything:
         with suppress(psutil.NoSuchProcess):
             process.kill()

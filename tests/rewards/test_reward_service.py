@@ -144,6 +144,7 @@ def test_nobody_scores_what_was_given_up(service, tmp_path):
         await asyncio.sleep(0.1)
         waiting.cancel()
         await hanging
+        await asyncio.sleep(0.5)  # in which a worker would have begun
 
     asyncio.run(give_up_while_it_waits())
     assert score(service, "1")[0][0].reward == 1.0

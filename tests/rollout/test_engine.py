@@ -24,6 +24,7 @@ from tiny import (
 from rl_tpu.errors import RunError, UserError
 from rl_tpu.rollout.checksums import differing, expected_checksums
 from rl_tpu.rollout.engine import UpdateRefusedError
+from rl_tpu.rollout.responses import STREAM_TOKENS
 from rl_tpu.types import SamplingParams
 from weight_sync import Shard, open_sender
 from weight_sync.shared_memory.segments import PAGE_BYTES
@@ -55,6 +56,19 @@ def greedy(tokens: int = 12, **options) -> SamplingParams:
 
 def close(found: list[float], expected: torch.Tensor) -> bool:
     return torch.allclose(torch.tensor(found), expected, rtol=0, atol=1e-4)
+
+
+def test_answers_that_come_whole_are_those_that_are_streamed(engine, run):
+    """Samples of up to STREAM_TOKENS come once the last has ended: ids, log-probabilities and spans are the same."""
+    whole, streamed = (
+        run(engine.generate(PROMPT, SamplingParams(tokens, seed=3), 4)) for tokens in (STREAM_TOKENS, STREAM_TOKENS + 1)
+    )
+    assert max(len(each.response_ids) for each in streamed) == STREAM_TOKENS + 1
+    for one, other in zip(whole, streamed, strict=True):
+        assert one.response_ids == other.response_ids[:STREAM_TOKENS]
+        assert close(one.logprobs, torch.tensor(other.logprobs[:STREAM_TOKENS]))
+        assert [(span.version, span.start) for span in one.spans] == [(span.version, 0) for span in other.spans]
+        assert one.spans[-1].end == len(one.response_ids)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.5])
